@@ -31,12 +31,9 @@ MakeExperts = Callable[[Any], nn.Module | None]
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What experts do between their products: act(min(gate, limit)) * (clamp(up, -limit, limit) + shift).
+    """What experts do between their products: see OutriderExperts in cpu_kernels/source/api.h."""
 
-    act is the tanh approximation of GELU, or x * sigmoid(alpha * x). A limit of 0 is none.
-    """
-
-    is_gelu: bool = False
+    activation: int = 0  # the numbers below are 1, 0 and 0 unless it is 2
     alpha: float = 1.0
     limit: float = 0.0
     shift: float = 0.0
@@ -45,8 +42,9 @@ class Gate:
         """Computes it for tensors of one shape."""
         if self.limit:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        active = nn.functional.gelu(gate, approximate="tanh") if self.is_gelu else gate * (gate * self.alpha).sigmoid()
-        return active * (up + self.shift)
+        if self.activation == 1:
+            return nn.functional.gelu(gate, approximate="tanh") * up
+        return gate * (gate * self.alpha).sigmoid() * (up + self.shift)
 
 
 def are_experts(module: Any) -> bool:
@@ -65,7 +63,7 @@ def gate_of(experts: Any) -> Gate | None:
     gate, up = rows.chunk(2, dim=-1) if experts.is_concatenated else (rows[:, ::2], rows[:, 1::2])
     alpha, limit = (float(getattr(experts, name, None) or 0.0) for name in ("alpha", "limit"))
     expected = experts._apply_gate(rows)  # noqa: SLF001 the name that transformers gives it in any experts
-    candidates = (Gate(), Gate(is_gelu=True), Gate(alpha=alpha, limit=limit, shift=1.0), Gate(limit=limit))
+    candidates = (Gate(), Gate(1), Gate(2, alpha, limit, shift=1.0), Gate(2, limit=limit))
     return next((each for each in candidates if torch.allclose(each(gate, up), expected, 1e-5, 1e-5)), None)
 
 

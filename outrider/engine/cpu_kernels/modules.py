@@ -7,6 +7,7 @@ norms by what they compute (see outrider.engine.linear), experts by both (see ou
 from __future__ import annotations
 
 from ctypes import Array, addressof
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -82,7 +83,7 @@ class NativeExperts(nn.Module):
         self._arrays = [_array([each.struct for each in matrices]) for matrices in (self._gate_up, self._down)]
         self._struct = structures.OutriderExperts(
             module.num_experts, self._gate_up[0].in_features, self._down[0].in_features,
-            *map(addressof, self._arrays), gate.is_gelu, gate.alpha, gate.limit, gate.shift,
+            *map(addressof, self._arrays), *astuple(gate),
         )  # fmt: skip
 
     def forward(self, rows: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:

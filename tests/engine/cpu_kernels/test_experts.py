@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import addressof
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -16,10 +17,10 @@ from outrider.errors import InternalError
 from tests.engine.cpu_kernels.operations import checked, differing_rows, guarded, guarded_copy, pack
 
 NUM_EXPERTS, NUM_ROWS, NUM_SLOTS = 5, 23, 3
-CLAMPED = Gate(alpha=1.7, limit=2.0, shift=1.0)
+CLAMPED = Gate(2, alpha=1.7, limit=2.0, shift=1.0)
 CASES = {
     "float32": (torch.float32, "", 64, 48, Gate()),
-    "float32-odd": (torch.float32, "", 33, 17, Gate(is_gelu=True)),
+    "float32-odd": (torch.float32, "", 33, 17, Gate(1)),
     "bfloat16": (torch.bfloat16, "", 96, 64, Gate()),
     "bfloat16-odd": (torch.bfloat16, "", 35, 19, CLAMPED),
     "int8-bfloat16": (torch.bfloat16, "int8", 96, 72, CLAMPED),
@@ -66,8 +67,7 @@ class Layer:
         matrices = packed or self.packed(kernels)
         arrays = [(structures.OutriderMatrix * NUM_EXPERTS)(*[each.struct for each in group]) for group in matrices]
         struct = structures.OutriderExperts(
-            NUM_EXPERTS, self.hidden, self.intermediate, *map(addressof, arrays), self.gate.is_gelu,
-            self.gate.alpha, self.gate.limit, self.gate.shift,
+            NUM_EXPERTS, self.hidden, self.intermediate, *map(addressof, arrays), *astuple(self.gate)
         )  # fmt: skip
         x = guarded_copy(self.rows[of_rows])
         y = guarded(x.shape, x.dtype)

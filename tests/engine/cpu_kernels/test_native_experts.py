@@ -101,11 +101,11 @@ def test_experts_of_an_unknown_form_stay_torchs(kernels):
 
 def test_gates_are_recognised_by_what_they_compute():
     block = Block("gpt_oss", torch.float32).mlp.experts
-    assert gate_of(block) == Gate(alpha=block.alpha, limit=block.limit, shift=1.0)
+    assert gate_of(block) == Gate(2, block.alpha, block.limit, shift=1.0)
     block = Block("mixtral", torch.float32).mlp.experts
     assert gate_of(block) == Gate()
     block.act_fn = torch.nn.GELU(approximate="tanh")
-    assert gate_of(block) == Gate(is_gelu=True)
+    assert gate_of(block) == Gate(1)
     block.act_fn = torch.nn.GELU()
     assert gate_of(block) is None
 

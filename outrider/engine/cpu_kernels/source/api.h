@@ -94,17 +94,21 @@ OUTRIDER_API OutriderStatus outrider_linear(OutriderTeam* team, OutriderWorkspac
 
 // ---- experts.cpp: layers with a mixture of experts
 
-// The experts of a layer: y = down (act(gate x) * up x).
+// The experts of a layer: y = down (act(gate x) * up x), with an `activation`:
+//   0: act(gate) = gate * sigmoid(gate)
+//   1: the tanh approximation of GELU
+//   2: gate * sigmoid(alpha * gate) for a gate of at most `limit`, and an up from -limit to limit to which `shift` is
+//      added; a limit of 0 is none
 struct OutriderExperts {
   int64_t num_experts;
   int64_t hidden_size;
   int64_t intermediate_size;
   const OutriderMatrix* gate_up;  // [num_experts], each interleaved
   const OutriderMatrix* down;     // [num_experts], of the same type as gate_up
-  int32_t is_gelu;                // 1: act is the tanh approximation of GELU; 0: act(gate) = gate * sigmoid(alpha * gate)
+  int32_t activation;
   float alpha;
-  float limit;  // gate is at most `limit`, and up from -limit to limit; 0: no limit
-  float shift;  // added to up
+  float limit;
+  float shift;
 };
 
 // Computes the weighted sum of each row's experts. x and y: [num_rows, hidden_size] of the activations' type, FLOAT32

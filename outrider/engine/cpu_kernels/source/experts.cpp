@@ -51,7 +51,7 @@ class ExpertsJob final : public Job {
         std::fill(gated_ + i * depth_of(intermediate) + intermediate, gated_ + (i + 1) * depth_of(intermediate), Row{});
       }
     });
-    const Gate gate{experts_.is_gelu != 0, experts_.alpha, experts_.limit, experts_.shift};
+    const Gate gate{experts_.activation == 1, experts_.activation == 2, experts_.alpha, experts_.limit, experts_.shift};
     multiply(phases_[1], member, up_units_, experts_.gate_up, inputs_, hidden, [&](const Group& group) {
       const int64_t stride = depth_of(intermediate);
       return ActivateMultiplyTo<T, Row>{gated_ + group.first * stride, intermediate, stride, gate};

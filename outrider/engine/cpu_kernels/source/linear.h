@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "api.h"
 #include "panels.h"
@@ -163,19 +164,22 @@ struct AddTo {
 // An MLP's activation: act(gate) * up (see OutriderExperts).
 struct Gate {
   bool is_gelu;
+  bool is_clamped = false;  // whether what follows is used
   float alpha = 1.0f;
   float limit = 0.0f;
   float shift = 0.0f;
 
   Floats operator()(Floats gate, Floats up) const {
-    if (limit != 0.0f) {
-      const Floats most = broadcast(limit), least = broadcast(-limit);
-      gate = gate > most ? most : gate;
-      up = up > most ? most : up < least ? least : up;
-    }
-    if (shift != 0.0f) up = up + shift;
-    if (is_gelu) return gelu(gate) * up;
-    return gate * sigmoid(alpha == 1.0f ? gate : gate * alpha) * up;
+    if (is_clamped) return clamped(gate, up);
+    return (is_gelu ? gelu(gate) : gate * sigmoid(gate)) * up;
+  }
+
+ private:
+  Floats clamped(Floats gate, Floats up) const {
+    const Floats most = broadcast(limit == 0.0f ? INFINITY : limit), least = -most;
+    gate = gate > most ? most : gate;
+    up = up > most ? most : up < least ? least : up;
+    return gate * sigmoid(gate * alpha) * (up + shift);
   }
 };
 
