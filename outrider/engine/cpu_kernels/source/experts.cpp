@@ -4,6 +4,7 @@
 // A product's rows have the same bits whatever their number (panels.h), and the sum of a row's slots has one order, so
 // that a row's bits depend neither on the other rows nor on the number of threads.
 
+#include <cmath>
 #include <memory>
 #include <vector>
 
@@ -15,6 +16,19 @@ namespace outrider {
 namespace {
 
 constexpr int64_t kEntriesOfUnit = 8;  // in phases that process rows one by one
+
+// The activation of experts.
+struct ExpertGate {
+  const OutriderExperts& experts;
+
+  Floats operator()(Floats gate, Floats up) const {
+    if (experts.activation != 2) return PlainGate{experts.activation == 1}(gate, up);
+    const Floats most = broadcast(experts.limit == 0.0f ? INFINITY : experts.limit), least = -most;
+    gate = gate > most ? most : gate;
+    up = up > most ? most : up < least ? least : up;
+    return gate * sigmoid(gate * experts.alpha) * (up + experts.shift);
+  }
+};
 
 // Weight: the type of the experts' weights. T: the type of x and y and, unless weights are quantised, of weights.
 template <class Weight, class T>
@@ -51,10 +65,10 @@ class ExpertsJob final : public Job {
         std::fill(gated_ + i * depth_of(intermediate) + intermediate, gated_ + (i + 1) * depth_of(intermediate), Row{});
       }
     });
-    const Gate gate{experts_.activation == 1, experts_.activation == 2, experts_.alpha, experts_.limit, experts_.shift};
+    const ExpertGate gate{experts_};
     multiply(phases_[1], member, up_units_, experts_.gate_up, inputs_, hidden, [&](const Group& group) {
       const int64_t stride = depth_of(intermediate);
-      return ActivateMultiplyTo<T, Row>{gated_ + group.first * stride, intermediate, stride, gate};
+      return ActivateMultiplyTo<T, Row, ExpertGate>{gated_ + group.first * stride, intermediate, stride, gate};
     });
     if constexpr (kIsQuantised<Weight>)
       for_entries(phases_[2], [&](int64_t i) { quantise(i, gated_ + i * depth_of(intermediate), intermediate); });

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 
 #include "api.h"
 #include "panels.h"
@@ -161,31 +160,16 @@ struct AddTo {
   }
 };
 
-// An MLP's activation: act(gate) * up (see OutriderExperts).
-struct Gate {
+// An MLP's activation: silu(gate) * up, or gelu(gate) * up.
+struct PlainGate {
   bool is_gelu;
-  bool is_clamped = false;  // whether what follows is used
-  float alpha = 1.0f;
-  float limit = 0.0f;
-  float shift = 0.0f;
 
-  Floats operator()(Floats gate, Floats up) const {
-    if (is_clamped) return clamped(gate, up);
-    return (is_gelu ? gelu(gate) : gate * sigmoid(gate)) * up;
-  }
-
- private:
-  Floats clamped(Floats gate, Floats up) const {
-    const Floats most = broadcast(limit == 0.0f ? INFINITY : limit), least = -most;
-    gate = gate > most ? most : gate;
-    up = up > most ? most : up < least ? least : up;
-    return gate * sigmoid(gate * alpha) * (up + shift);
-  }
+  Floats operator()(Floats gate, Floats up) const { return (is_gelu ? gelu(gate) : gate * sigmoid(gate)) * up; }
 };
 
-// Stores act(gate) * up in rows of `stride`, of which it fills `width`. A tile has a panel of gates and the panel of the
+// Stores gate(gate, up) in rows of `stride`, of which it fills `width`. A tile has a panel of gates and the panel of the
 // same ups. Gate and up are rounded to T first, as two separate layers would round them.
-template <class T, class To>
+template <class T, class To, class Gate>
 struct ActivateMultiplyTo {
   To* y;
   int64_t width;
