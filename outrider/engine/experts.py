@@ -145,16 +145,18 @@ class RouterWeight:
 def replace_experts(model: nn.Module, make_experts: MakeExperts, make_linear: MakeLinear) -> None:
     """Replaces the experts of `model` for which `make_experts` makes a layer, and the products of their routers.
 
-    A router is a module beside experts with a `weight` of one row per expert. `make_linear` gets it in float32.
+    A router is a module beside experts with a `weight` of one row per expert. `make_linear` gets it in float32. No list
+    of modules is made, since a list would keep their weights alive.
     """
-    for module in list(model.modules()):
-        for name, experts in list(module.named_children()):
-            if not are_experts(experts) or (made := make_experts(experts)) is None:
-                continue
-            num_experts: Any = experts.num_experts
-            setattr(module, name, made)
-            for router in module.children():
-                _replace_product(router, num_experts, make_linear)
+    for name in [name for name, _ in model.named_children()]:
+        num_experts: Any = getattr(model.get_submodule(name), "num_experts", None)
+        made = make_experts(model.get_submodule(name)) if are_experts(model.get_submodule(name)) else None
+        if made is None:
+            replace_experts(model.get_submodule(name), make_experts, make_linear)
+            continue
+        setattr(model, name, made)
+        for router in model.children():
+            _replace_product(router, num_experts, make_linear)
 
 
 def _replace_product(module: Any, num_experts: int, make_linear: MakeLinear) -> None:

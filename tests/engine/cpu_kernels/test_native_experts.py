@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import weakref
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import KernelLibrary
 from outrider.engine.cpu_kernels.modules import NativeExperts, NativeLayers
 from outrider.engine.cpu_kernels.paths import choose_kernels
-from outrider.engine.experts import Gate, gate_of, in_whole_vectors
+from outrider.engine.experts import Gate, gate_of, in_whole_vectors, replace_experts
 
 pytestmark = pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
 
@@ -97,6 +98,19 @@ def test_experts_of_an_unknown_form_stay_torchs(kernels):
         NativeLayers(kernels).replace_in(block)
         assert not isinstance(block.mlp.experts, NativeExperts)
         assert isinstance(block.mlp.gate.weight, torch.nn.Parameter)
+
+
+def test_weights_of_one_layer_are_freed_before_the_next_is_packed(kernels):
+    model = torch.nn.ModuleList(Block("mixtral", torch.float32) for _ in range(3))
+    kept = []
+
+    def make(module):
+        assert not [each for each in kept if each() is not None]
+        kept.append(weakref.ref(module.down_proj))
+        return torch.nn.Identity()
+
+    replace_experts(model, make, lambda weight, _bias: torch.nn.Identity())
+    assert len(kept) == 3
 
 
 def test_gates_are_recognised_by_what_they_compute():
