@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider.engine.gpu_kernels import attention, decoder, edits, filters, layers, race
+from outrider.engine.gpu_kernels import attention, decoder, edits, experts, filters, layers, race
 from outrider.engine.gpu_kernels.work_list import Tile
 
 CAPABILITIES = (80, 90, 100)
@@ -143,6 +143,34 @@ def cases() -> Iterator[Case]:
         "merge_products", layers.merge_products, types, sizes, max_shared=1 << 10, max_spilled=0, max_registers=40
     )
     yield from _decoder_kernels()
+    yield from _experts()
+
+
+def _experts() -> Iterator[Case]:
+    """Yields the kernels of experts, with the sizes of Qwen 3 30B A3B, and of the layout of gpt-oss."""
+    tile = layers.PRODUCT_TILE
+    types = dict.fromkeys(("rows", "weight", "bias", "output"), "*bf16") | {"products": "*fp32", "weights": "*fp32"}
+    types |= dict.fromkeys(("order", "starts", "tile_starts", "expert_ids"), "*i64")
+    counts = ("num_outputs", "num_features", "expert_stride", "output_stride", "feature_stride")
+    types |= dict.fromkeys(counts, "i32")
+    sizes = {"NUM_EXPERTS": 128, "PADDED_EXPERTS": 128, "DIVISOR": 8}
+    sizes |= {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "FEATURES": tile.features}
+    for is_transposed in (False, True):
+        one = "output_stride" if is_transposed else "feature_stride"
+        yield Case(
+            f"multiply_by_experts{', transposed' * is_transposed}",
+            experts.multiply_by_experts,
+            types,
+            sizes | {"HAS_BIAS": is_transposed, one: 1},
+            max_shared=48 << 10,
+            max_spilled=0,
+            max_registers=128,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            multiples_of_16=tuple({*counts} - {one}),
+        )
+    sizes = {"NUM_EXPERTS": 128, "NUM_SLOTS": 8, "BLOCK": experts.SLOTS_BLOCK}
+    yield Case("add_slots", experts.add_slots, types, sizes, max_shared=1 << 10, max_spilled=0, max_registers=40)
 
 
 def _decoder_kernels() -> Iterator[Case]:

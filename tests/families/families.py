@@ -128,6 +128,8 @@ TWO_OF_THREE = {
 }
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 64, **TWO_OF_THREE}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FOUR_EXPERTS = {"num_local_experts": 4, "head_dim": 16, **EXPERTS}
+SHARED = {"n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 16}
 COMPRESSED = {
     "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
@@ -187,11 +189,13 @@ FAMILIES: Mapping[str, Family] = {
     "GPT-NeoX": by_layers("gpt_neox", rotary_pct=0.25),
     "GPT-2": by_layers("gpt2", torch_computes="Conv1D"),
     "Phi": by_layers("phi"),
-    "Mixtral": by_layers("mixtral", torch_computes="experts", num_local_experts=4, head_dim=16, **EXPERTS),
-    "Qwen 3 MoE": by_layers("qwen3_moe", torch_computes="experts", num_experts=4, head_dim=16, **EXPERTS),
+    "Mixtral": by_layers("mixtral", **FOUR_EXPERTS),
+    "Qwen 2 MoE": by_layers("qwen2_moe", num_experts=4, shared_expert_intermediate_size=40, **EXPERTS),
+    "Qwen 3 MoE": by_layers("qwen3_moe", num_experts=4, head_dim=16, **EXPERTS),
+    "OLMoE": by_layers("olmoe", num_experts=4, **EXPERTS),
+    "GLM-4 MoE": by_layers("glm4_moe", n_routed_experts=8, n_group=4, topk_group=2, **SHARED, **EXPERTS),
     "gpt-oss": by_layers(
         "gpt_oss",
-        torch_computes="experts",
         num_local_experts=4,
         num_experts_per_tok=2,
         head_dim=16,
@@ -203,6 +207,7 @@ FAMILIES: Mapping[str, Family] = {
     "SmolLM2 135M, int4 at load": Family(model_type="", load={**DEFAULT, "weights": "int4"}, is_large=True),
     "Gemma 3 270M, GGUF Q4_K_M": Family(model_type="", load={"id": GEMMA_270M, "max_model_len": 1024}, is_large=True),
     "Llama, int8 at load": Family(model_type="llama", load={"weights": "int8"}),
+    "Mixtral, int8 at load": replace(by_layers("mixtral", **FOUR_EXPERTS), load={"weights": "int8"}),
     "Llama, GGUF Q8_0": of_gguf("llama", "Q8_0"),
     "Qwen 3, GGUF Q5_0": of_gguf("qwen3", "Q5_0", head_dim=32),
     "Gemma 3, GGUF Q4_0": of_gguf("gemma3_text", "Q4_0", **GEMMA),

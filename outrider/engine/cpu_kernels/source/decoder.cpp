@@ -417,7 +417,8 @@ class DecoderStep final : public Job {
               gate_up);
     note(OUTRIDER_NORM);
     multiply(phases[8], member, ahead, normalised_, layer.gate_up, gate_up, &layer.down,
-             ActivateMultiplyTo<Type, Row>{gated_, decoder_.intermediate_size, decoder_.is_gelu != 0});
+             ActivateMultiplyTo<Type, Row, PlainGate>{gated_, decoder_.intermediate_size, decoder_.intermediate_size,
+                                                      PlainGate{decoder_.is_gelu != 0}});
     prepare_rows(phases[9], member, ahead, gated_, layer.down, down);
     multiply(phases[10], member, ahead, gated_, layer.down, down, next_qkv,
              adder(layer.mlp_output_norm));
