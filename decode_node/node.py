@@ -173,7 +173,7 @@ class DecodeNode(TargetNode[DecodeParts]):
             num_running=engine.scheduler.num_running,
             num_waiting=self._parts.groups.num_waiting,
             kv_blocks_total=engine.pool.num_blocks,
-            kv_blocks_free=engine.pool.num_free_blocks,
+            kv_blocks_free=engine.pool.num_free_in_scarcest,
             tokens_per_second=recent.tokens.per_second(),
             mean_acceptance_length=recent.mean_acceptance_length(),
             num_sequences_free=self._parts.groups.num_sequences_free,

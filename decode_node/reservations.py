@@ -225,9 +225,13 @@ class Reservations:
         assert kv is not None
         if filling.keeps_received and received_until > kv.num_tokens:
             kv.advance(received_until)
-        elif kv.windows or not filling.keeps_received:
-            kv.truncate(kv.num_tokens if filling.keeps_received else kv.num_cached_tokens)
-            _reserve(kv, group)  # again, because `truncate` has freed blocks
+        elif kv.windows:  # nothing more is valid, and what rows see through windows has not arrived
+            if not filling.next_id:
+                kv.free()
+                group.kv = cached_table(self._pool, group.opened, group.shared_token_ids)
+        elif not filling.keeps_received:
+            kv.truncate(kv.num_cached_tokens)
+            kv.reserve(len(group.shared_token_ids))  # reserves again the blocks that `truncate` has freed
 
     def _close_if_drained(self, filling: _Filling, transfer_id: bytes) -> bool:
         """Closes a transfer. If no write is in progress, sets `received_until` and returns True."""
@@ -239,9 +243,10 @@ class Reservations:
 
     def _change_blocks(self, group: SequenceGroup, undrained_id: bytes) -> bool:
         """Reserves other blocks; the old ones are freed once drained. Returns False if there is no room."""
-        kv = cached_table(self._pool, group.opened, group.shared_token_ids)
+        num_tokens, has_windows = len(group.shared_token_ids), bool(self._pool.windows)
+        kv = cached_table(self._pool, group.opened, group.shared_token_ids, windows_arrive=has_windows)
         try:
-            _reserve(kv, group)
+            kv.reserve(num_tokens, arriving=num_tokens)
         except NoFreeBlocksError:
             kv.free()
             return False
@@ -269,9 +274,3 @@ class Reservations:
     def _remove(self, group: SequenceGroup) -> None:
         del self._fillings[group]
         group.is_waiting_for_kv = False
-
-
-def _reserve(kv: SequenceKV, group: SequenceGroup) -> None:
-    """Reserves the blocks into which the group's KV arrives."""
-    num_tokens = len(group.shared_token_ids)
-    kv.reserve(num_tokens, arriving=num_tokens)

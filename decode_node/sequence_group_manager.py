@@ -11,7 +11,16 @@ from google.rpc import code_pb2
 from decode_node.admission import Admission, FairShares
 from decode_node.commands import EventsBySession, RouterCommand, TransferCompleted, TransferFailed
 from decode_node.drafting.gather import DraftGatherer
-from decode_node.groups import GroupTable, PrefixLookups, Sample, SequenceGroup, cached_table, scoring_of
+from decode_node.groups import (
+    GroupTable,
+    PrefixLookups,
+    Sample,
+    SequenceGroup,
+    cached_table,
+    forked_table,
+    opening_table,
+    scoring_of,
+)
 from decode_node.ingest import Ingest
 from decode_node.kept_answers import KeptAnswers
 from decode_node.reservations import Reservations
@@ -139,13 +148,17 @@ class SequenceGroupManager:
             self._reject(command, RejectReason.NO_ADAPTER, f"the node does not have the adapter {adapter}")
             return
         shared = opened.shared_token_ids()
-        kv = cached_table(self._engine.pool, opened, shared)
+        kv, is_long = opening_table(self._engine.pool, opened, shared, self._max_local_prefill_tokens)
+        arriving = len(shared) if is_long and opened.transfer_id else 0
         needed = self._admission.blocks_needed(
             opened, num_shared=len(shared), num_new_blocks=kv.num_blocks_needed(len(shared)), groups=self._groups
         )
-        arriving = len(shared) if opened.transfer_id else 0
-        fits = kv.fits(len(shared), arriving=arriving)
-        if self._reject_if_full(command.session_id, opened, needed, fits=fits):
+        num_forks = len(opened.samples) - 1
+        if not kv.windows_fit(
+            len(shared), arriving=arriving, kept_back=self._groups.num_sequences, num_forks=num_forks
+        ):
+            needed = max(needed, self._engine.pool.num_free_in_scarcest + 1)
+        if self._reject_if_full(command.session_id, opened, needed):
             kv.free()
             return
         self._num_arrived += 1
@@ -160,7 +173,7 @@ class SequenceGroupManager:
         for start in opened.samples:
             group.sequence_ids[start.sample] = self._groups.next_sequence_id()
             self._drafts.open(group.sequence_ids[start.sample], opened, start)
-        if len(shared) - kv.num_tokens > self._max_local_prefill_tokens:
+        if is_long:
             kv.reserve(len(shared), arriving=arriving)
             if opened.transfer_id:
                 self._reservations.add(group, opened.transfer_id)
@@ -168,14 +181,13 @@ class SequenceGroupManager:
         self._reservations.grant(group, opened.transfer_id)
         self._start_samples(group)
 
-    def _reject_if_full(self, session_id: int, opened: OpenSequenceGroup, num_blocks: int, *, fits: bool) -> bool:
+    def _reject_if_full(self, session_id: int, opened: OpenSequenceGroup, num_blocks: int) -> bool:
         """Rejects the group if there is no room, or if another router has a claim to the room.
 
-        `fits`: whether its shared tokens have room in every group of layers. Returns whether the group was rejected.
+        Returns whether the group was rejected.
         """
         pool = self._engine.pool
-        is_short = num_blocks > pool.num_free_blocks or not fits
-        is_short |= len(opened.samples) > self.num_sequences_free
+        is_short = num_blocks > pool.num_free_in_scarcest or len(opened.samples) > self.num_sequences_free
         wait_seconds = 0.0 if is_short else self._fair_shares.hold_back_seconds(session_id, self._groups)
         if not is_short and not wait_seconds:
             self._fair_shares.settle(session_id)
@@ -276,8 +288,7 @@ class SequenceGroupManager:
             if kv is None:  # preempted
                 table = cached_table(self._engine.pool, group.opened, group.shared_token_ids)
             else:
-                table = kv.fork()
-                table.truncate(min(table.num_tokens, len(group.shared_token_ids)))
+                table = forked_table(self._engine.pool, kv, group)
             self._start_sample(group, start, table)
 
     def _start_sample(self, group: SequenceGroup, start: SampleStart, kv: SequenceKV) -> None:

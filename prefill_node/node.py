@@ -159,7 +159,7 @@ class PrefillNode(TargetNode[PrefillParts]):
             num_running=engine.scheduler.num_running,
             num_waiting=loop.num_waiting,
             kv_blocks_total=engine.pool.num_blocks,
-            kv_blocks_free=engine.pool.num_free_blocks,
+            kv_blocks_free=engine.pool.num_free_in_scarcest,
             tokens_per_second=loop.prompt_tokens.tokens_per_second(),
             num_outstanding_tokens=loop.prompt_tokens.num_outstanding,
             max_rows_per_step=engine.scheduler.max_rows_per_step,

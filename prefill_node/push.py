@@ -105,7 +105,6 @@ class KvPush:
 
         `layers`: layers of the model; None stands for the features, which a forward pass writes at its end.
         """
-        self._blocks.update(self._windows)
         if layers is None:
             self._put(self._features, range(1), start_token, end_token)
             return
@@ -117,6 +116,8 @@ class KvPush:
         if planes and layers:
             start_token = max(start_token, self._spec.first_token(planes[0]))
             if start_token < end_token:
+                if planes[0].window:
+                    self._blocks.update(self._windows)
                 self._items.put(_Available(planes, layers, start_token, end_token, self._kv_cache.fence()))
 
     def finish(self) -> None:

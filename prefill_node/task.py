@@ -101,6 +101,7 @@ class PrefillTask:
             self.pinned, self.sequence.kv = kv, None
         else:
             self.pinned = kv.fork()
+            self.pinned.release_behind()
 
     def end_compute(self) -> None:
         """Ends the computation. The push has been offered the whole prompt."""

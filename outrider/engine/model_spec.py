@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from outrider.engine.kv_cache.planes import LayerGroup, PlaneSpec
 
 
-def windows_of(sliding_windows: Iterable[int | None], max_model_len: int) -> tuple[int, ...]:
-    """Returns `ModelSpec.windows` for layers with these windows. One that holds whole sequences counts as none."""
-    windows = tuple(each if each and each < max_model_len else 0 for each in sliding_windows)
+def windows_of(sliding_windows: Iterable[int | None], max_positions: int | None) -> tuple[int, ...]:
+    """Returns `ModelSpec.windows` for layers with these windows. One as long as the checkpoint's `max_positions` (None:
+    not stated) counts as none.
+
+    Nodes with different settings must have the same planes, so a node's `max_model_len` does not count.
+    """
+    windows = tuple(each if each and (not max_positions or each < max_positions) else 0 for each in sliding_windows)
     return windows if any(windows) else ()
 
 

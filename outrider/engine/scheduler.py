@@ -379,7 +379,7 @@ class Scheduler:
         num_known = len(sequence.token_ids)
         if sequence.kv.has_reserved(num_known + num_drafts):
             return num_drafts
-        num_granted = sequence.kv.max_reserved(num_known + num_drafts) - num_known
+        num_granted = max(sequence.kv.max_reserved(num_known + num_drafts) - num_known, 0)
         if num_granted > 0:
             copies = sequence.kv.reserve(num_known + num_granted)
             assert not copies  # if a block was shared, reserving the known tokens has already copied it

@@ -54,7 +54,8 @@ class DrainState(enum.Enum):
 class TransferSpec:
     """The content that a receiver expects in one transfer. Positions are absolute; 0 is the first prompt token.
 
-    Planes of layers with a sliding window carry only the tokens that a sequence of `end_token` tokens keeps.
+    Planes of layers with a sliding window carry the tokens that a sequence of `end_token` tokens keeps, whatever the
+    receiver has of them, because it may have the start without its window.
     """
 
     transfer_id: bytes  # 16 random bytes
@@ -69,8 +70,8 @@ class TransferSpec:
         assert 0 <= self.start_token <= self.end_token, "tokens [start_token, end_token)"
 
     def first_token(self, plane: PlaneSpec) -> int:
-        """Returns the first token that the transfer carries in this plane, a later one if the plane has a window."""
-        return max(self.start_token, first_kept_token(self.end_token, plane.window))
+        """Returns the first token that the transfer carries in this plane."""
+        return first_kept_token(self.end_token, plane.window) if plane.window else self.start_token
 
     def plane(self, name: str) -> PlaneSpec | None:
         """Returns the plane with this name; None if the transfer has no such plane."""

@@ -50,7 +50,7 @@ class ReservedBlocks:
         for table in windows:
             slots = self._slots[table.pool.window]
             first, end = table.first * size, min(table.end, len(slots))
-            slots[first:end] = slots_of(table.block_ids, end, size)[first:]
+            slots[first:end] = slots_of(table.block_ids[table.first :], end - first, size)
 
     def write(self, region: Region, payload: Payload) -> None:
         """Writes bytes [layers, tokens, heads, head_dim]. Regions must be within bounds, and disjoint."""

@@ -131,7 +131,9 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
         max_model_len=window.max_model_len,
         dtype=dtype,
         is_extended=window.is_extended,
-        windows=windows_of((layer.sliding_window for layer in layers), window.max_model_len),
+        windows=windows_of(
+            (layer.sliding_window for layer in layers), getattr(config, "max_position_embeddings", None)
+        ),
     )
     return spec, layers
 

@@ -70,11 +70,13 @@ class FlashAttention(AttentionBackend):
         """Returns this backend's plan for a batch of long prompt chunks, or the plan of `steps` for other batches."""
         steps_plan = self._steps.prepare(batch, group)
         arrays = batch.arrays
+        if group:  # its tables have no blocks behind the window, which would be gathered, too
+            return steps_plan
         if batch.is_padded or batch.has_trees or batch.num_rows < MIN_ROWS * batch.num_seqs:
             return steps_plan
         if sum(arrays.seq_lens) > max(MAX_GATHERED_KEYS, *arrays.seq_lens):
             return steps_plan
-        slots = [batch.context_slots(sequence, length, group) for sequence, length in enumerate(arrays.seq_lens)]
+        slots = [batch.context_slots(sequence, length) for sequence, length in enumerate(arrays.seq_lens)]
         ends = np.fromiter(accumulate(arrays.seq_lens, initial=0), dtype=np.int32)
         return _Plan(
             query_start_loc=batch.on(self._device).query_start_loc,

@@ -11,6 +11,7 @@ from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.gpu_kernels.attention import attend, merge_splits
 from outrider.engine.gpu_kernels.work_list import HEADER_INTS, Tile, WorkLists
 from outrider.engine.input_batch import BatchFields, InputBatch
+from outrider.engine.kv_cache.planes import KEPT_TOKENS
 
 PROGRAMS_PER_PROCESSOR = 2
 """Number of kernel programs per multiprocessor: the most that its registers allow."""
@@ -47,6 +48,7 @@ class TritonAttention(AttentionBackend):
             num_programs = PROGRAMS_PER_PROCESSOR * processors
         self._num_programs = num_programs
         self._tile = tile or Tile()
+        assert self._tile.keys <= KEPT_TOKENS, "a block of keys must not begin before those that a sequence keeps"
         self._num_heads = num_heads
         self._num_kv_heads = num_kv_heads
         self._lists = WorkLists(self._tile, num_heads=num_heads, num_kv_heads=num_kv_heads, num_programs=num_programs)

@@ -135,6 +135,7 @@ class DecoderOptions:
     family: Family
     architecture: str  # class name in transformers, such as "LlamaForCausalLM"
     vocab_size: int
+    max_positions: int | None  # as the checkpoint states it
     is_tied: bool  # whether the embedding is also the output layer
     rotations: tuple[Rotation, ...]
     shape: DecoderShape  # element_type and matrix_sizes are those of no weights
@@ -152,7 +153,7 @@ class DecoderOptions:
             max_model_len=max_model_len,
             dtype=dtype,
             is_extended=is_extended,
-            windows=windows_of(shape.sliding_windows, max_model_len),
+            windows=windows_of(shape.sliding_windows, self.max_positions),
         )
 
 
@@ -228,6 +229,7 @@ def _options(config: Mapping[str, Any]) -> DecoderOptions | str:
         family=family,
         architecture=str((settings["architectures"] or [config["model_type"]])[0]),
         vocab_size=settings["vocab_size"],
+        max_positions=config.get("max_position_embeddings"),
         is_tied=bool(settings["tie_word_embeddings"]),
         rotations=rotations,
         shape=shape,

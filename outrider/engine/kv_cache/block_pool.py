@@ -69,6 +69,12 @@ class BlockPool:
         """`num_free_blocks` of this pool and of each of `windows`."""
         return (self.num_free_blocks, *[pool.num_free_blocks for pool in self.windows])
 
+    @property
+    def num_free_in_scarcest(self) -> int:
+        """`num_free_blocks` if every group had as large a part of its blocks free as the one with the smallest part."""
+        parts = [pool.num_free_blocks * self.num_blocks // pool.num_blocks for pool in self.windows]
+        return max(min(self.num_free_blocks, *parts), 0) if parts else self.num_free_blocks
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Returns the number of blocks needed to hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
@@ -212,8 +218,8 @@ class WindowPool(BlockPool):
 
     @property
     def num_free_blocks(self) -> int:
-        """The number of blocks that may be allocated."""
-        return max(self.num_blocks - self._num_references, 0)
+        """The number of blocks that may be allocated; negative if forks have taken more references than blocks."""
+        return self.num_blocks - self._num_references
 
     def first_kept(self, num_tokens: int) -> int:
         """Returns the index of the first block that a sequence of `num_tokens` valid tokens keeps."""

@@ -50,12 +50,22 @@ class SequenceKV:
 
     @classmethod
     def create(
-        cls, pool: BlockPool, token_ids: Sequence[int], *, max_cached_tokens: int, cache_salt: bytes = b""
+        cls,
+        pool: BlockPool,
+        token_ids: Sequence[int],
+        *,
+        max_cached_tokens: int,
+        cache_salt: bytes = b"",
+        windows_arrive: bool = False,
     ) -> SequenceKV:
-        """Makes a table that holds the cached prefix of `token_ids`, at most `max_cached_tokens` tokens."""
+        """Makes a table that holds the cached prefix of `token_ids`, at most `max_cached_tokens` tokens.
+
+        `windows_arrive`: whether all that later rows see through sliding windows arrives from elsewhere, so that it
+        need not be in the cache. No row may be computed before it has arrived.
+        """
         kv = cls(pool, cache_salt=cache_salt)
         kv.block_ids = pool.match_prefix(token_ids, max_tokens=max_cached_tokens, hashes=kv._hashes)
-        if kv.windows and kv.block_ids:
+        if kv.windows and kv.block_ids and not windows_arrive:
             kv._match_windows()
         kv.num_tokens = kv.num_cached_tokens = len(kv.block_ids) * pool.block_size
         return kv
@@ -111,11 +121,24 @@ class SequenceKV:
         index, offset = divmod(self.num_tokens, self._block_size)
         return new + (num_tokens > self.num_tokens and offset > 0 and self._pool.is_shared(self.block_ids[index]))
 
-    def fits(self, num_tokens: int, *, kept_back: int = 0, arriving: int = 0) -> bool:
-        """Returns whether `reserve` with these arguments would succeed and leave `kept_back` free blocks."""
+    def fits(self, num_tokens: int, *, kept_back: int = 0) -> bool:
+        """Returns whether `reserve` would succeed and leave `kept_back` free blocks."""
         if self.num_blocks_needed(num_tokens) + kept_back > self._pool.num_free_blocks:
             return False
-        return self._windows_fit(num_tokens, arriving, kept_back)
+        return self.windows_fit(num_tokens, kept_back=kept_back)
+
+    def windows_fit(self, num_tokens: int, *, arriving: int = 0, kept_back: int = 0, num_forks: int = 0) -> bool:
+        """Returns whether `reserve` with these arguments would find blocks of sliding windows, with as many again for
+        each of `num_forks` forks. On an empty node it does, whatever is kept back or forked.
+        """
+        num_valid, end = (arriving, arriving) if arriving > self.num_tokens else (self.num_tokens, num_tokens)
+        for table in self.windows:
+            needed = table.num_needed(num_valid, end)
+            if needed > 0 or num_forks:
+                needed += kept_back + num_forks * (needed + table.num_held)
+            if min(needed, table.pool.num_blocks) > table.pool.num_free_blocks:
+                return False
+        return True
 
     def max_reserved(self, num_tokens: int) -> int:
         """Returns the largest number of tokens, at most `num_tokens`, for which `reserve` would succeed if it need not
@@ -142,7 +165,7 @@ class SequenceKV:
         """
         if not self.windows:
             return self._reserve(num_tokens)
-        if not self._windows_fit(num_tokens, arriving):
+        if not self.windows_fit(num_tokens, arriving=arriving):
             raise NoFreeBlocksError("too few KV blocks of layers with a sliding window are free")
         copies = self._reserve(num_tokens)
         for table in self.windows:
@@ -151,12 +174,6 @@ class SequenceKV:
             else:
                 copies = copies + table.reserve(self.num_tokens, num_tokens)
         return copies
-
-    def _windows_fit(self, num_tokens: int, arriving: int, kept_back: int = 0) -> bool:
-        num_valid, end = (arriving, arriving) if arriving > self.num_tokens else (self.num_tokens, num_tokens)
-        return all(
-            table.num_needed(num_valid, end) <= max(table.pool.num_free_blocks - kept_back, 0) for table in self.windows
-        )
 
     def _reserve(self, num_tokens: int) -> list[tuple[int, int]]:
         """Does what `reserve` does, for the layers without a window."""
@@ -247,6 +264,11 @@ class SequenceKV:
         self._pool.acquire(other.block_ids)
         other.windows = tuple(table.fork(self.num_tokens) for table in self.windows)
         return other
+
+    def release_behind(self) -> None:
+        """Releases the blocks of sliding windows that no later row sees."""
+        for table in self.windows:
+            table.reserve(self.num_tokens, self.num_tokens)
 
     def free(self) -> None:
         """Releases every block. Idempotent; the table is empty afterwards."""

@@ -32,6 +32,11 @@ class WindowTable:
         """The number of tokens up to which blocks are reserved."""
         return len(self.block_ids) * self._block_size
 
+    @property
+    def num_held(self) -> int:
+        """The number of blocks."""
+        return len(self.block_ids) - self.first
+
     def sees_all(self, num_tokens: int) -> bool:
         """Returns whether the table has every token that the row after the first `num_tokens` tokens sees."""
         return max(num_tokens - self.pool.window + 1, 0) >= max(self.first * self._block_size, self._first_token)
@@ -43,7 +48,7 @@ class WindowTable:
     def num_needed(self, num_valid: int, num_tokens: int) -> int:
         """Returns how many more blocks than now `reserve` would hold; negative if it gives some back."""
         first, end = self._reserved(num_valid, num_tokens)
-        return end - first - (len(self.block_ids) - self.first)
+        return end - first - self.num_held
 
     def reserve(self, num_valid: int, num_tokens: int) -> list[tuple[int, int]]:
         """Gives back the blocks that no row after the first `num_valid` tokens sees, and reserves blocks for the tokens
