@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.errors import ConfigError, ModelError
 from outrider.lossy_stream import exit_now, guard_standard_streams
-from outrider.model_hub.shard import START_SECONDS, Start, open_shard
+from outrider.model_hub.shard import START_SECONDS, Pool, Start, open_shard
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,13 +27,12 @@ def main(argv: Sequence[str]) -> int:
     except RankLostError:
         return 1  # rank 0 has ended, and reports why if it can
     except (ConfigError, ModelError) as error:
-        sys.stderr.write(f"a tensor-parallel rank cannot start: {error}\n")
+        sys.stderr.write(f"a rank cannot start: {error}\n")
         return 1
     return 0
 
 
 def _work(commands: socket.socket, kv: socket.socket) -> None:
-    from outrider.engine.model_runner import make_runner
     from outrider.engine.ranks.commands import Stop
     from outrider.engine.ranks.worker import RankWorker
 
@@ -41,17 +40,19 @@ def _work(commands: socket.socket, kv: socket.socket) -> None:
     start: Start | Stop = hello.receive(begins_within_seconds=START_SECONDS)
     if isinstance(start, Stop):
         return  # the node cannot start
-    import outrider.model_hub.load  # noqa: F401 takes seconds, for which no collective should wait
+    import outrider.engine.stage_runner
+    import outrider.model_hub.load  # noqa: F401 both take seconds, for which no collective should wait
 
     hello.send(None)
     shard = open_shard(start)
     hello.send(shard.room)
-    num_blocks: int | Stop = hello.receive(begins_within_seconds=None)
-    if isinstance(num_blocks, Stop):
+    pool: Pool | Stop = hello.receive(begins_within_seconds=None)
+    if isinstance(pool, Stop):
         return
-    cache = shard.model.make_cache(num_blocks, start.block_size)
+    shard = shard.with_taps(pool.taps)
+    cache = shard.model.make_cache(pool.num_blocks, start.block_size)
     RankWorker(
-        runner=make_runner(shard.model, cache, shard.attention),
+        runner=shard.make_runner(cache),
         kv_cache=cache,
         commands=Channel(commands, peer="rank 0", timeout_seconds=start.timeout_seconds),
         kv=Channel(kv, peer="rank 0", timeout_seconds=start.timeout_seconds),

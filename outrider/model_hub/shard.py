@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from outrider.engine.memory import KVMemory
 from outrider.model_hub.config import ModelConfig
@@ -12,6 +12,11 @@ from outrider.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from outrider.engine.attention.base import AttentionBackend
+    from outrider.engine.cpu_kernels.decoder import NativeStep
+    from outrider.engine.feature_spec import FeatureSpec
+    from outrider.engine.kv_cache.paged_cache import PagedKVCache
+    from outrider.engine.module_steps import ModuleSteps
+    from outrider.engine.runner_base import ModelRunner
     from outrider.model_hub.loaded_model import LoadedModel
 
 START_SECONDS = 600.0
@@ -22,7 +27,7 @@ START_SECONDS = 600.0
 class Start:
     """The first message to a rank. The rank answers None once it has imported what it needs, then joins the others.
 
-    After loading its shard, the rank sends the memory available for KV, and receives the number of blocks to allocate.
+    After loading its shard, the rank sends the memory available for KV, and receives a `Pool`.
     """
 
     config: ModelConfig
@@ -34,12 +39,36 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class Pool:
+    """What a rank allocates before its first step."""
+
+    num_blocks: int
+    taps: tuple[int, ...]  # of the features that rank 0 writes
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
     """One rank's part of the model, and its attention backend."""
 
     model: LoadedModel
-    attention: AttentionBackend
+    attention: AttentionBackend | None  # None if a native decoder computes the model
     room: KVMemory  # memory available for KV on the rank's device
+
+    def with_taps(self, taps: tuple[int, ...]) -> Shard:
+        """Returns the shard with these taps, if it is a stage."""
+        stage = self.model.stage
+        return self if stage is None else replace(self, model=replace(self.model, stage=replace(stage, taps=taps)))
+
+    def make_runner(self, kv_cache: PagedKVCache, features: FeatureSpec | None = None) -> ModelRunner:
+        """Makes the runner of this rank's part over its own cache."""
+        from outrider.engine.model_runner import make_runner
+
+        runner = make_runner(self.model, kv_cache, self.attention, features=features)
+        if self.model.stage is None:
+            return runner
+        from outrider.engine.stage_runner import StageRunner
+
+        return StageRunner(self.model, cast("NativeStep | ModuleSteps", runner))
 
 
 def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
@@ -47,13 +76,21 @@ def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
     from outrider.engine.attention import make_attention_backend
     from outrider.engine.open_runner import profile_run
     from outrider.model_hub.load import load_model
+    from outrider.model_hub.pipeline import open_stage
     from outrider.model_hub.tensor_parallel import join, set_collective_timeout
 
     join(start.config, start.rank, start.store, timeout_seconds=start.timeout_seconds)
-    model = load_model(start.config, progress=progress)
-    heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
-    attention = make_attention_backend(start.config.attention, model.device, model.spec.dtype, **heads)
+    is_stage = start.config.pipeline_parallel_size > 1
+    model = (
+        open_stage(start.config, start.rank, progress=progress)
+        if is_stage
+        else load_model(start.config, progress=progress)
+    )
+    attention = None
+    if model.model is not None:
+        heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
+        attention = make_attention_backend(start.config.attention, model.device, model.spec.dtype, **heads)
     reserved = profile_run(model, attention, num_rows=start.max_rows_per_step, block_size=start.block_size)
-    assert model.model is not None
-    set_collective_timeout(model.model, timeout_seconds=start.timeout_seconds)
+    if model.model is not None and not is_stage:
+        set_collective_timeout(model.model, timeout_seconds=start.timeout_seconds)
     return Shard(model, attention, KVMemory.of(model.device, reserved))
