@@ -55,6 +55,7 @@ class ModuleSteps(ModelRunner):
         self._vocab_size = model.spec.vocab_size
         self._num_layers = model.spec.num_layers
         self._stage = model.stage
+        self._first_layer = 0 if model.stage is None else model.stage.layers.start
         self._is_native = model.native is not None
         self._kv_cache = kv_cache
         self._attention = attention
@@ -72,11 +73,7 @@ class ModuleSteps(ModelRunner):
             )
 
     def forward(
-        self,
-        batch: InputBatch,
-        *,
-        on_layer_done: Callable[[int], None] | None = None,
-        states: Tensor | None = None,
+        self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None, states: Tensor | None = None
     ) -> Array:
         """Implements ModelRunner.forward.
 
@@ -124,11 +121,7 @@ class ModuleSteps(ModelRunner):
                 return self._by_modules(batch, on_layer_done)
 
     def _compute_stage(
-        self,
-        stage: Stage,
-        batch: InputBatch,
-        states: Tensor | None,
-        on_layer_done: Callable[[int], None] | None,
+        self, stage: Stage, batch: InputBatch, states: Tensor | None, on_layer_done: Callable[[int], None] | None
     ) -> Array:
         """Does what `forward` does for a stage, by hooks of its first and its last layer."""
         layers, leaving = layers_of(self._model.get_decoder(), self._num_layers), []
@@ -142,10 +135,8 @@ class ModuleSteps(ModelRunner):
         def leave(_layer: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             leaving.append((output if isinstance(output, Tensor) else output[0])[0])
 
-        with (
-            layers[0].register_forward_pre_hook(enter, with_kwargs=True),
-            layers[-1].register_forward_hook(leave),
-        ):
+        entering = layers[0].register_forward_pre_hook(enter, with_kwargs=True)
+        with entering, layers[-1].register_forward_hook(leave):
             logits = self._compute(batch, on_layer_done)
         if not stage.is_last:
             return leaving[0]
@@ -159,11 +150,7 @@ class ModuleSteps(ModelRunner):
             "position_ids": on_device.positions.unsqueeze(0),
             "use_cache": False,
             STEP_ARGUMENT: attention_over(
-                self._kv_cache,
-                self._attention,
-                batch,
-                on_layer_done,
-                first_layer=0 if self._stage is None else self._stage.layers.start,
+                self._kv_cache, self._attention, batch, on_layer_done, first_layer=self._first_layer
             ),
         }
         if batch.num_logits == 0 or (self._stage is not None and not self._stage.is_last):

@@ -54,25 +54,18 @@ class StageRunner(ModelRunner):
 
         Raises: RuntimeError if another stage is gone or too slow.
         """
-        states = None
-        if not self._stage.is_first:
+        stage, states = self._stage, None
+        if not stage.is_first:
             states = torch.empty((batch.num_rows, self._width), dtype=self._dtype, device=self._device)
-            dist.recv(states, self._stage.previous_rank)
+            dist.recv(states, stage.index)  # from the rank of the stage before
             if on_layer_done is not None:
-                for layer in range(self._stage.layers.start):
+                for layer in range(stage.layers.start):
                     on_layer_done(layer)
-        if isinstance(self._steps, NativeStep):
-            result = self._steps.forward(
-                batch, on_layer_done=on_layer_done, states=None if states is None else states.numpy()
-            )
-        else:
-            result = self._steps.forward(batch, on_layer_done=on_layer_done, states=states)
-        if self._stage.is_last:
+        result = self._steps.forward(batch, on_layer_done=on_layer_done, states=states)
+        if stage.is_last:
             return result
-        self._send(torch.from_numpy(result) if isinstance(result, np.ndarray) else result)
-        return np.empty((0, self._vocab_size), dtype=np.float32)
-
-    def _send(self, states: Tensor) -> None:
         if self._sending is not None:
             self._sending[0].wait()
-        self._sending = dist.isend(states.contiguous(), self._stage.next_rank), states
+        sent = torch.as_tensor(result).contiguous()
+        self._sending = dist.isend(sent, (stage.index + 2) % stage.num_stages), sent
+        return np.empty((0, self._vocab_size), dtype=np.float32)

@@ -49,14 +49,6 @@ class Stage:
     def is_last(self) -> bool:
         return self.index == self.num_stages - 1
 
-    @property
-    def previous_rank(self) -> int:
-        return self.index
-
-    @property
-    def next_rank(self) -> int:
-        return (self.index + 2) % self.num_stages
-
 
 def num_micro_batches(num_rows: int, num_stages: int, *, overhead_rows: int) -> int:
     """Returns the number of parts with which a step takes the shortest time.

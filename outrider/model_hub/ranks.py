@@ -137,9 +137,7 @@ def open_ranks(
         shard = open_shard(start, progress=progress)
         reduction = None if features is None else features(shard.model)
         if reduction is not None and shard.model.stage is not None and shard.model.model is not None:
-            raise ConfigError(
-                "model.head needs a native decoder with model.pipeline_parallel_size: set it empty"
-            )
+            raise ConfigError("model.head needs a native decoder with model.pipeline_parallel_size: set it empty")
         taps = () if reduction is None else reduction.taps
         shard = replace(shard, model=shard.model.with_features(reduction)).with_taps(taps)
         rooms = [shard.room, *_receive(ranks.members)]

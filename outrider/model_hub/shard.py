@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from outrider.engine.memory import KVMemory
 from outrider.model_hub.config import ModelConfig
@@ -12,10 +12,8 @@ from outrider.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from outrider.engine.attention.base import AttentionBackend
-    from outrider.engine.cpu_kernels.decoder import NativeStep
     from outrider.engine.feature_spec import FeatureSpec
     from outrider.engine.kv_cache.paged_cache import PagedKVCache
-    from outrider.engine.module_steps import ModuleSteps
     from outrider.engine.runner_base import ModelRunner
     from outrider.model_hub.loaded_model import LoadedModel
 
@@ -63,12 +61,12 @@ class Shard:
         """Makes the runner of this rank's part over its own cache."""
         from outrider.engine.model_runner import make_runner
 
-        runner = make_runner(self.model, kv_cache, self.attention, features=features)
+        runner: Any = make_runner(self.model, kv_cache, self.attention, features=features)
         if self.model.stage is None:
             return runner
         from outrider.engine.stage_runner import StageRunner
 
-        return StageRunner(self.model, cast("NativeStep | ModuleSteps", runner))
+        return StageRunner(self.model, runner)
 
 
 def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
@@ -80,12 +78,10 @@ def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
     from outrider.model_hub.tensor_parallel import join, set_collective_timeout
 
     join(start.config, start.rank, start.store, timeout_seconds=start.timeout_seconds)
-    is_stage = start.config.pipeline_parallel_size > 1
-    model = (
-        open_stage(start.config, start.rank, progress=progress)
-        if is_stage
-        else load_model(start.config, progress=progress)
-    )
+    if is_stage := start.config.pipeline_parallel_size > 1:
+        model = open_stage(start.config, start.rank, progress=progress)
+    else:
+        model = load_model(start.config, progress=progress)
     attention = None
     if model.model is not None:
         heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}

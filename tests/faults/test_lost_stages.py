@@ -1,4 +1,4 @@
-"""A prefill node with two stages and a decode node with three: the answers of single processes, even if a stage dies."""
+"""A prefill node with two stages, a decode node with three: the answers of single processes, even if a stage dies."""
 
 from __future__ import annotations
 

@@ -82,11 +82,9 @@ class NativeStep(ModelRunner):
         decoder: NativeDecoder,
         kv_cache: PagedKVCache,
         features: FeatureSpec | None = None,
-        *,
         stage: Stage | None = None,
     ) -> None:
         """`kv_cache` must be made for these kernels. `features`: what each row writes to the cache's feature plane.
-
         `stage`: the layers to compute, which are those of the cache; None: all.
         """
         self._decoder = decoder  # keeps the structure's memory alive
@@ -122,11 +120,7 @@ class NativeStep(ModelRunner):
         """Bytes of a row's state between two stages."""
 
     def forward(
-        self,
-        batch: InputBatch,
-        *,
-        on_layer_done: Callable[[int], None] | None = None,
-        states: npt.NDArray[np.uint8] | None = None,
+        self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None, states: Array | None = None
     ) -> Array:
         """Implements ModelRunner.forward: returns [num_logits, vocab_size].
 
@@ -139,7 +133,7 @@ class NativeStep(ModelRunner):
             struct.adapters = _address(adapters)
         rows = self._workspace.handle, self._struct, batch.num_rows, self._num_taps
         if states is not None:
-            self._functions.outrider_load_states(*rows, states.ctypes.data)
+            self._functions.outrider_load_states(*rows, np.asarray(states).ctypes.data)
         if on_layer_done is None:
             self._run_layers(struct, self._layers.start, self._layers.stop)
         else:
@@ -147,9 +141,9 @@ class NativeStep(ModelRunner):
                 self._run_layers(struct, layer, layer + 1)
                 on_layer_done(layer)
         if not self._is_last:
-            states = np.empty((batch.num_rows, self.state_bytes), dtype=np.uint8)
-            self._functions.outrider_save_states(*rows, states.ctypes.data)
-            return states
+            left = np.empty((batch.num_rows, self.state_bytes), dtype=np.uint8)
+            self._functions.outrider_save_states(*rows, left.ctypes.data)
+            return left
         logits: Logits = np.empty((batch.num_logits, self._struct.vocab_size), dtype=np.float32)
         self._functions.outrider_decoder_logits(
             self._team,
