@@ -101,4 +101,4 @@ def layers_of(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
     for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
-    raise ModelError(f"{type(decoder).__name__} has no list of {num_layers} layers, so features cannot be read")
+    raise ModelError(f"{type(decoder).__name__} has no list of {num_layers} layers to read or divide")

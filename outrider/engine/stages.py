@@ -63,9 +63,10 @@ def num_micro_batches(num_rows: int, num_stages: int, *, overhead_rows: int) -> 
 def cut_batch(batch: InputBatch, num_parts: int) -> tuple[InputBatch, ...]:
     """Cuts a batch into parts of about equally many rows, which compute the same if they run one after another.
 
-    The rows of one sequence may be in several parts, unless the batch has draft trees. Adapters must not be in use.
+    The rows of one sequence may be in several parts, unless the batch has draft trees. The batch must have no adapters.
     """
     arrays, num_rows = batch.arrays, batch.num_rows
+    assert not batch.adapters
     ends = {-(-num_rows * part // num_parts) for part in range(1, num_parts + 1)}
     if batch.has_trees:  # attention takes the context of a sequence's first row in the batch as the tree's
         starts = arrays.query_start_loc

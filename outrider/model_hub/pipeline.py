@@ -18,7 +18,6 @@ from outrider.errors import ConfigError
 from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import resolve_device
-from outrider.model_hub.load import load_model, read_config, resolve_dtype
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.open import open_model
@@ -64,6 +63,8 @@ def open_stage(config: ModelConfig, rank: int, *, progress: Progress = no_progre
     if device_type(device) == "cpu":
         model = open_model(alone, progress=progress)
     else:
+        from outrider.model_hub.load import load_model, read_config, resolve_dtype  # imports transformers
+
         files = locate_model(config, progress=progress).directory
         dtype = resolve_dtype(config.dtype, device, read_config(files), is_native=False)
         model = load_model(replace(alone, device="cpu", kernels="torch", dtype=dtype), progress=progress)

@@ -9,11 +9,12 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.errors import ConfigError, ModelError
 from outrider.lossy_stream import exit_now, guard_standard_streams
-from outrider.model_hub.shard import START_SECONDS, Pool, Start, open_shard
+from outrider.model_hub.shard import START_SECONDS, Start, open_shard
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,19 +41,20 @@ def _work(commands: socket.socket, kv: socket.socket) -> None:
     start: Start | Stop = hello.receive(begins_within_seconds=START_SECONDS)
     if isinstance(start, Stop):
         return  # the node cannot start
-    import outrider.engine.stage_runner
-    import outrider.model_hub.load  # noqa: F401 both take seconds, for which no collective should wait
+    # These imports take seconds, for which no collective should wait.
+    import_module("outrider.model_hub." + ("pipeline" if start.config.pipeline_parallel_size > 1 else "load"))
+    import outrider.engine.stage_runner  # noqa: F401
 
     hello.send(None)
     shard = open_shard(start)
     hello.send(shard.room)
-    pool: Pool | Stop = hello.receive(begins_within_seconds=None)
+    pool: tuple[int, tuple[int, ...]] | Stop = hello.receive(begins_within_seconds=None)
     if isinstance(pool, Stop):
         return
-    shard = shard.with_taps(pool.taps)
-    cache = shard.model.make_cache(pool.num_blocks, start.block_size)
+    num_blocks, taps = pool
+    cache = shard.model.make_cache(num_blocks, start.block_size)
     RankWorker(
-        runner=shard.make_runner(cache),
+        runner=shard.make_runner(cache, taps),
         kv_cache=cache,
         commands=Channel(commands, peer="rank 0", timeout_seconds=start.timeout_seconds),
         kv=Channel(kv, peer="rank 0", timeout_seconds=start.timeout_seconds),

@@ -29,17 +29,18 @@ from outrider.engine.runner_base import ModelRunner
 from outrider.engine.stages import cut_batch, num_micro_batches
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.load import read_config
 from outrider.model_hub.loaded_model import LoadedModel, ReductionOf
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.pipeline import check_pipeline
-from outrider.model_hub.shard import START_SECONDS, Pool, Shard, Start, open_shard
+from outrider.model_hub.shard import START_SECONDS, Shard, Start, open_shard
 from outrider.model_hub.tensor_parallel import check_tensor_parallel, device_of_rank
 from outrider.own_modules import kill_with_parent, module_command
 from outrider.progress import Progress, no_progress
 
 TIMEOUT_SECONDS = 60.0
 """Seconds that a collective or a message may take. Ranks do the same work at the same time, so no rank waits long."""
+STAGE_TIMEOUT_SECONDS = 600.0
+"""Seconds that a message may take in a pipeline, where a stage waits for all layers of the stage before it."""
 
 
 OVERHEAD_ROWS = {"cpu": 80, "cuda": 256}
@@ -92,20 +93,15 @@ def open_ranks(
     features: ReductionOf | None = None,
     on_rank_lost: Callable[[RankLostError], None],
     progress: Progress = no_progress,
-    timeout_seconds: float = TIMEOUT_SECONDS,
+    timeout_seconds: float | None = None,
 ) -> tuple[LoadedModel, ShardedKVCache, LeadingRunner, RankGroup]:
     """Opens rank 0's part of `open_model_runtime`'s result, for two or more ranks. A process has one group at a time.
 
     Rank 0 alone makes `features`, since each rank has whole hidden states; the others have no plane for them. The other
     ranks end with the calling thread (see `outrider.own_modules.kill_with_parent`).
     """
-    directory = locate_model(config, progress=progress).directory
-    if config.pipeline_parallel_size > 1:
-        check_pipeline(config, directory)
-        threads = config.num_threads or max(len(within_quota(usable_cpus())) // config.num_ranks, 1)
-        config = replace(config, num_threads=threads)
-    else:
-        check_tensor_parallel(config, read_config(directory))
+    config, usual_timeout = _checked(config, locate_model(config, progress=progress).directory)
+    timeout_seconds = timeout_seconds or usual_timeout
     release = ExitStack()
     folder = tempfile.TemporaryDirectory(prefix="outrider-ranks-")
     release.callback(folder.cleanup)
@@ -139,15 +135,15 @@ def open_ranks(
         if reduction is not None and shard.model.stage is not None and shard.model.model is not None:
             raise ConfigError("model.head needs a native decoder with model.pipeline_parallel_size: set it empty")
         taps = () if reduction is None else reduction.taps
-        shard = replace(shard, model=shard.model.with_features(reduction)).with_taps(taps)
+        shard = replace(shard, model=shard.model.with_features(reduction))
         rooms = [shard.room, *_receive(ranks.members)]
         num_blocks, window = _pool_size(shard.model, kv_cache, rooms, may_shorten=not config.max_model_len)
         shard = replace(shard, model=shard.model.with_window(window))
         for member in ranks.members:
-            member.commands.send(Pool(num_blocks, taps))
+            member.commands.send((num_blocks, taps))
         layers = None if shard.model.stage is None else shard.model.stage.layers_by_rank
         cache = ShardedKVCache(shard.model.make_cache(num_blocks, kv_cache.block_size), ranks, layers)
-        runner = LeadingRunner(shard, shard.make_runner(cache.local, reduction), ranks)
+        runner = LeadingRunner(shard, shard.make_runner(cache.local, taps, reduction), ranks)
         warm_up(runner, cache.local, shard.model.spec.max_model_len)
     except Exception as error:
         try:
@@ -159,6 +155,18 @@ def open_ranks(
     finally:
         turn.close()
     return shard.model, cache, runner, ranks
+
+
+def _checked(config: ModelConfig, directory: Path) -> tuple[ModelConfig, float]:
+    """Returns the settings for each rank, and the timeout of messages in seconds. Raises: ConfigError."""
+    if config.pipeline_parallel_size == 1:
+        from outrider.model_hub.load import read_config  # imports transformers
+
+        check_tensor_parallel(config, read_config(directory))
+        return config, TIMEOUT_SECONDS
+    check_pipeline(config, directory)
+    num_threads = config.num_threads or max(len(within_quota(usable_cpus())) // config.num_ranks, 1)
+    return replace(config, num_threads=num_threads), STAGE_TIMEOUT_SECONDS
 
 
 def _pool_size(

@@ -25,7 +25,8 @@ START_SECONDS = 600.0
 class Start:
     """The first message to a rank. The rank answers None once it has imported what it needs, then joins the others.
 
-    After loading its shard, the rank sends the memory available for KV, and receives a `Pool`.
+    After loading its shard, the rank sends the memory available for KV, and receives the number of blocks to allocate
+    and the taps of the features that rank 0 writes.
     """
 
     config: ModelConfig
@@ -37,14 +38,6 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """What a rank allocates before its first step."""
-
-    num_blocks: int
-    taps: tuple[int, ...]  # of the features that rank 0 writes
-
-
-@dataclass(frozen=True, slots=True)
 class Shard:
     """One rank's part of the model, and its attention backend."""
 
@@ -52,35 +45,35 @@ class Shard:
     attention: AttentionBackend | None  # None if a native decoder computes the model
     room: KVMemory  # memory available for KV on the rank's device
 
-    def with_taps(self, taps: tuple[int, ...]) -> Shard:
-        """Returns the shard with these taps, if it is a stage."""
-        stage = self.model.stage
-        return self if stage is None else replace(self, model=replace(self.model, stage=replace(stage, taps=taps)))
-
-    def make_runner(self, kv_cache: PagedKVCache, features: FeatureSpec | None = None) -> ModelRunner:
-        """Makes the runner of this rank's part over its own cache."""
+    def make_runner(
+        self, kv_cache: PagedKVCache, taps: tuple[int, ...], features: FeatureSpec | None = None
+    ) -> ModelRunner:
+        """Makes the runner of this rank's part over its own cache. `taps`: of the features that rank 0 writes."""
         from outrider.engine.model_runner import make_runner
 
-        runner: Any = make_runner(self.model, kv_cache, self.attention, features=features)
         if self.model.stage is None:
-            return runner
+            return make_runner(self.model, kv_cache, self.attention, features=features)
         from outrider.engine.stage_runner import StageRunner
 
-        return StageRunner(self.model, runner)
+        model = replace(self.model, stage=replace(self.model.stage, taps=taps))
+        steps: Any = make_runner(model, kv_cache, self.attention, features=features)
+        return StageRunner(model, steps)
 
 
 def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
     """Joins the other ranks and loads this rank's shard. Raises: what `load_model` raises."""
     from outrider.engine.attention import make_attention_backend
     from outrider.engine.open_runner import profile_run
-    from outrider.model_hub.load import load_model
-    from outrider.model_hub.pipeline import open_stage
     from outrider.model_hub.tensor_parallel import join, set_collective_timeout
 
     join(start.config, start.rank, start.store, timeout_seconds=start.timeout_seconds)
     if is_stage := start.config.pipeline_parallel_size > 1:
+        from outrider.model_hub.pipeline import open_stage
+
         model = open_stage(start.config, start.rank, progress=progress)
     else:
+        from outrider.model_hub.load import load_model  # imports transformers
+
         model = load_model(start.config, progress=progress)
     attention = None
     if model.model is not None:
