@@ -43,9 +43,9 @@ STAGE_TIMEOUT_SECONDS = 600.0
 """Seconds that a message may take in a pipeline, where a stage waits for all layers of the stage before it."""
 
 
-OVERHEAD_ROWS = {"cpu": 80, "cuda": 256}
-"""Number of rows whose products take about as long as reading the weights, by device type (see `num_micro_batches`).
-The number for GPUs is an estimate."""
+OVERHEAD_ROWS = {"cpu": 12, "amx": 80, "cuda": 256}
+"""Number of rows whose products take about as long as reading the weights (see `num_micro_batches`), by kernels or
+device type. Measured with avx512_bf16 and amx; the number for GPUs is an estimate."""
 
 
 class LeadingRunner(ModelRunner):
@@ -61,7 +61,8 @@ class LeadingRunner(ModelRunner):
         self._runner = runner
         self._ranks = ranks
         self._is_pipeline = shard.model.stage is not None
-        self._overhead_rows = OVERHEAD_ROWS[device_type(shard.model.device)]
+        kind = device_type(shard.model.device)
+        self._overhead_rows = OVERHEAD_ROWS.get(shard.model.kernels.path, OVERHEAD_ROWS[kind])
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
         """Implements ModelRunner.forward. Raises: RankLostError if another rank is gone."""
