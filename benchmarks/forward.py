@@ -98,6 +98,7 @@ class Variant:
         blocks = -(-most // BLOCK_SIZE)
         cache = PagedKVCache(
             self.loaded.spec.planes,
+            layer_groups=self.loaded.spec.layer_groups,
             num_blocks=num_seqs * blocks,
             block_size=BLOCK_SIZE,
             kernels=self.loaded.cpu_kernels,

@@ -74,7 +74,7 @@ class Device:
         self._graphs = StepGraphs(
             GraphShapes(),
             device=torch.device("cpu"),
-            scratch_block=num_blocks,
+            scratch_blocks=(num_blocks,),
             block_size=BLOCK_SIZE,
             capture=lambda _run: lambda: None,
             plan=lambda batch: batch.with_plan(lists.plan(batch)),

@@ -14,6 +14,7 @@ from outrider.service.security import warn_if_unauthenticated
 
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.planes import PlaneSpec
+    from outrider.engine.kv_cache.window_table import WindowTable
     from outrider.engine.ranks.sharded_cache import KVCache
 
 
@@ -53,12 +54,13 @@ class Ingest:
         transfer_id: bytes,
         block_ids: Sequence[int],
         *,
+        windows: Sequence[WindowTable] = (),
         start_token: int,
         end_token: int,
         planes: tuple[PlaneSpec, ...] = (),
         are_held: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Expects a transfer. `planes`: by default all. `are_held`: see ReservedBlocks."""
+        """Expects a transfer. `planes`: by default all. `are_held`, `windows`: see ReservedBlocks."""
         self.inbox.open(
             TransferSpec(
                 transfer_id=transfer_id,
@@ -67,7 +69,7 @@ class Ingest:
                 end_token=end_token,
                 planes=planes or self._kv_cache.planes,
             ),
-            ReservedBlocks(self._kv_cache, block_ids, are_held),
+            ReservedBlocks(self._kv_cache, block_ids, are_held, windows=windows),
         )
 
     def close(self, transfer_id: bytes) -> DrainState:

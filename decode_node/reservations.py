@@ -199,7 +199,7 @@ class Reservations:
         filling.deadline = self._clock() + self._timeout_seconds
         self._by_transfer[transfer_id] = group
         end_token = len(group.shared_token_ids)
-        self._ingest.open(transfer_id, kv.block_ids, start_token=kv.num_tokens, end_token=end_token)
+        self._ingest.open(transfer_id, kv.block_ids, windows=kv.windows, start_token=kv.num_tokens, end_token=end_token)
         self.grant(group, transfer_id, kv_address=self._ingest.address(group.kv_host))
 
     def _advance(self, group: SequenceGroup, filling: _Filling) -> bool:
@@ -223,11 +223,11 @@ class Reservations:
         kv, received_until = group.kv, filling.received_until
         filling.received_until = 0
         assert kv is not None
-        if not filling.keeps_received:
-            kv.truncate(kv.num_cached_tokens)
-            kv.reserve(len(group.shared_token_ids))  # reserves again the blocks that `truncate` has freed
-        elif received_until > kv.num_tokens:
+        if filling.keeps_received and received_until > kv.num_tokens:
             kv.advance(received_until)
+        elif kv.windows or not filling.keeps_received:
+            kv.truncate(kv.num_tokens if filling.keeps_received else kv.num_cached_tokens)
+            _reserve(kv, group)  # again, because `truncate` has freed blocks
 
     def _close_if_drained(self, filling: _Filling, transfer_id: bytes) -> bool:
         """Closes a transfer. If no write is in progress, sets `received_until` and returns True."""
@@ -241,7 +241,7 @@ class Reservations:
         """Reserves other blocks; the old ones are freed once drained. Returns False if there is no room."""
         kv = cached_table(self._pool, group.opened, group.shared_token_ids)
         try:
-            kv.reserve(len(group.shared_token_ids))
+            _reserve(kv, group)
         except NoFreeBlocksError:
             kv.free()
             return False
@@ -269,3 +269,9 @@ class Reservations:
     def _remove(self, group: SequenceGroup) -> None:
         del self._fillings[group]
         group.is_waiting_for_kv = False
+
+
+def _reserve(kv: SequenceKV, group: SequenceGroup) -> None:
+    """Reserves the blocks into which the group's KV arrives."""
+    num_tokens = len(group.shared_token_ids)
+    kv.reserve(num_tokens, arriving=num_tokens)

@@ -143,7 +143,9 @@ class SequenceGroupManager:
         needed = self._admission.blocks_needed(
             opened, num_shared=len(shared), num_new_blocks=kv.num_blocks_needed(len(shared)), groups=self._groups
         )
-        if self._reject_if_full(command.session_id, opened, needed):
+        arriving = len(shared) if opened.transfer_id else 0
+        fits = kv.fits(len(shared), arriving=arriving)
+        if self._reject_if_full(command.session_id, opened, needed, fits=fits):
             kv.free()
             return
         self._num_arrived += 1
@@ -159,20 +161,21 @@ class SequenceGroupManager:
             group.sequence_ids[start.sample] = self._groups.next_sequence_id()
             self._drafts.open(group.sequence_ids[start.sample], opened, start)
         if len(shared) - kv.num_tokens > self._max_local_prefill_tokens:
-            kv.reserve(len(shared))
+            kv.reserve(len(shared), arriving=arriving)
             if opened.transfer_id:
                 self._reservations.add(group, opened.transfer_id)
                 return
         self._reservations.grant(group, opened.transfer_id)
         self._start_samples(group)
 
-    def _reject_if_full(self, session_id: int, opened: OpenSequenceGroup, num_blocks: int) -> bool:
+    def _reject_if_full(self, session_id: int, opened: OpenSequenceGroup, num_blocks: int, *, fits: bool) -> bool:
         """Rejects the group if there is no room, or if another router has a claim to the room.
 
-        Returns whether the group was rejected.
+        `fits`: whether its shared tokens have room in every group of layers. Returns whether the group was rejected.
         """
         pool = self._engine.pool
-        is_short = num_blocks > pool.num_free_blocks or len(opened.samples) > self.num_sequences_free
+        is_short = num_blocks > pool.num_free_blocks or not fits
+        is_short |= len(opened.samples) > self.num_sequences_free
         wait_seconds = 0.0 if is_short else self._fair_shares.hold_back_seconds(session_id, self._groups)
         if not is_short and not wait_seconds:
             self._fair_shares.settle(session_id)
@@ -238,13 +241,13 @@ class SequenceGroupManager:
         if group is None:
             return False
         pool, num_shared = self._engine.pool, len(group.shared_token_ids)
-        num_free = pool.num_free_blocks
+        num_free = pool.free_by_group
         self._free(group)
         needed = self._admission.blocks_needed(
             group.opened, num_shared=num_shared, num_new_blocks=pool.num_blocks_for(num_shared), groups=self._groups
         )
         self._report_no_room(group.session_id, group.opened, needed, "its KV blocks were given to a running sequence")
-        return pool.num_free_blocks > num_free
+        return pool.free_by_group != num_free
 
     def _start_samples(self, group: SequenceGroup) -> None:
         """Starts the samples, which share the blocks of their common tokens (copy on write).

@@ -49,6 +49,7 @@ class PlannedSequence(NamedTuple):
             1 + len(draft.token_ids) if self.scheduled.reaches_end else len(self.scheduled.scored_token_ids),
             draft.parents,
             sequence.adapter,
+            kv.window_tables(),
         )
 
     def draft_rows(self) -> DraftRows:
@@ -58,13 +59,15 @@ class PlannedSequence(NamedTuple):
         return DraftRows(rows, draft.distributions, sample.group.opened.options.verification_method, draft.parents)
 
     def moved_slots(self, outcome: Verified) -> Iterator[tuple[int, int]]:
-        """Yields (source, destination) slots for a tree's accepted tokens whose KV is not in their position's slot."""
+        """Yields (source, destination) slots for a tree's accepted tokens whose KV is not in their position's slot, in
+        every group of layers.
+        """
         kv = self.scheduled.sequence.kv
         assert kv is not None
         first = len(self.scheduled.sequence.token_ids)
         for place, index in enumerate(outcome.path):
             if index != place:
-                yield kv.slot(first + index), kv.slot(first + place)
+                yield from zip(kv.slots_of_groups(first + index), kv.slots_of_groups(first + place), strict=True)
 
 
 class LaunchedStep(NamedTuple):

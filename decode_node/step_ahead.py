@@ -27,7 +27,7 @@ def lay_out_next(step: LaunchedStep, engine: Engine) -> InputBatch | None:
     """
     scheduler, planned = engine.scheduler, step.planned
     all_run = scheduler.num_running == len(planned) and not scheduler.num_waiting
-    if not all_run or engine.pool.num_free_blocks < len(planned) or not all(map(_may_continue, planned)):
+    if not all_run or min(engine.pool.free_by_group) < len(planned) or not all(map(_may_continue, planned)):
         return None
     rows: list[SequenceRows] = []
     for item in planned:
@@ -36,7 +36,16 @@ def lay_out_next(step: LaunchedStep, engine: Engine) -> InputBatch | None:
         if kv is None or not kv.has_reserved(position):  # e.g. a fork that shares its last block
             return None
         kv.reserve(position + 1)
-        rows.append(SequenceRows((UNKNOWN_TOKEN_ID,), position, kv.block_table(), 1, adapter=sequence.adapter))
+        rows.append(
+            SequenceRows(
+                (UNKNOWN_TOKEN_ID,),
+                position,
+                kv.block_table(),
+                1,
+                adapter=sequence.adapter,
+                window_tables=kv.window_tables(),
+            )
+        )
     return engine.prepare_ahead(rows)
 
 

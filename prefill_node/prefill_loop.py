@@ -76,7 +76,7 @@ class PrefillLoop:
         self._engine = engine
         self._scheduler = engine.scheduler
         self._connector = connector
-        self._layers = LayerGroups.of(engine.kv_cache.planes, frame_bytes=frame_bytes)
+        self._layers = LayerGroups.of(engine.kv_cache, frame_bytes=frame_bytes)
         self._profiler = profiler
         self._time = engine.clock
         self._emit = emit
@@ -276,6 +276,7 @@ class PrefillLoop:
             ),
             # The ids do not change later: shared blocks come first, and blocks for the rest of the prompt are reserved.
             block_ids=kv.block_ids,
+            windows=kv.windows,
             on_ended=lambda outcome: self._push_ended(job_id, outcome),
             read_from=kv.num_tokens if task.is_reading else None,
             on_read=lambda has_read: self._inbox.put(HeldPrefixRead(job_id, has_read)),

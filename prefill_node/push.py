@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.kv_cache.planes import PlaneSpec, find_plane
+from outrider.engine.kv_cache.window_table import WindowTable
 from outrider.engine.ranks.sharded_cache import KVCache
 from outrider.errors import AbortedError, InternalError, OutriderError
 from outrider.faults import fault_point
@@ -68,19 +69,22 @@ class KvPush:
         spec: TransferSpec,
         block_ids: Sequence[int],  # blocks of the prompt's tokens from position 0
         on_ended: Callable[[PushOutcome], None],
+        windows: Sequence[WindowTable] = (),
         read_from: int | None = None,
         on_read: Callable[[bool], None] = lambda _has_read: None,
     ) -> None:
-        """`read_from`: position of the first held token to read from the decode node before anything is sent. After the
+        """`windows`: the prompt's blocks in layers with a sliding window, which may change before each `offer`.
+
+        `read_from`: position of the first held token to read from the decode node before anything is sent. After the
         read, `on_read(success)` is called once.
         """
         self._connector = connector
         self._kv_cache = kv_cache
         self._address = address
         self._spec = spec
-        self._layered = tuple(plane for plane in spec.planes if not plane.is_feature)
         self._features = tuple(plane for plane in spec.planes if plane.is_feature)
-        self._blocks = ReservedBlocks(kv_cache, block_ids)
+        self._windows = windows
+        self._blocks = ReservedBlocks(kv_cache, block_ids, windows=windows)
         self._read_from = read_from
         self._on_read = on_read
         self._on_ended = on_ended
@@ -99,12 +103,21 @@ class KvPush:
     def offer(self, layers: range | None, start_token: int, end_token: int) -> None:
         """Offers KV that is in the cache, or that a GPU will write. Tokens outside the transfer are skipped.
 
-        `layers`: None stands for the features, which a forward pass writes at its end.
+        `layers`: layers of the model; None stands for the features, which a forward pass writes at its end.
         """
-        planes, layers = (self._features, range(1)) if layers is None else (self._layered, layers)
-        start_token = max(start_token, self._spec.start_token)
-        if planes and start_token < end_token:
-            self._items.put(_Available(planes, layers, start_token, end_token, self._kv_cache.fence()))
+        self._blocks.update(self._windows)
+        if layers is None:
+            self._put(self._features, range(1), start_token, end_token)
+            return
+        for group in self._kv_cache.layer_groups:
+            planes = tuple(find_plane(self._spec.planes, name) for name in group.plane_names if group.layers)
+            self._put(planes, group.places(layers), start_token, end_token)
+
+    def _put(self, planes: tuple[PlaneSpec, ...], layers: range, start_token: int, end_token: int) -> None:
+        if planes and layers:
+            start_token = max(start_token, self._spec.first_token(planes[0]))
+            if start_token < end_token:
+                self._items.put(_Available(planes, layers, start_token, end_token, self._kv_cache.fence()))
 
     def finish(self) -> None:
         """Makes the push commit the transfer when everything offered has been sent."""
@@ -243,11 +256,10 @@ class LayerGroups:
     tokens_per_frame: int  # for one layer
 
     @classmethod
-    def of(cls, planes: Sequence[PlaneSpec], *, frame_bytes: int) -> LayerGroups:
-        """Returns the groups for these planes. All planes except features must have the same layers."""
-        layered = [plane for plane in planes if not plane.is_feature]
-        num_layers = layered[0].num_layers
-        assert all(plane.num_layers == num_layers for plane in layered)
+    def of(cls, kv_cache: KVCache, *, frame_bytes: int) -> LayerGroups:
+        """Returns the groups of a model's layers."""
+        layered = [plane for plane in kv_cache.planes if not plane.is_feature]
+        num_layers = sum(len(group.layers) for group in kv_cache.layer_groups)
         return cls(num_layers, frame_bytes // max(plane.bytes_per_token_per_layer for plane in layered))
 
     def ending_at(self, layer: int, *, num_tokens: int) -> range | None:

@@ -67,10 +67,11 @@ class PrefillTask:
     def reserve_to_read(self, pool: BlockPool) -> bool:
         """Reserves blocks for the whole prompt, into which the push can read the held prefix from the decode node.
 
-        Returns False if the job may not read, if reading would gain too little, or if there is no room.
+        Returns False if the job may not read, if reading would gain too little, or if there is no room. A prefix of a
+        model with sliding windows is not read, because the decode node has no more than the last window of it.
         """
         call, tokens = self.job.call, self.sequence.token_ids
-        if not call.may_read_held or self.sequence.scoring is not None:
+        if not call.may_read_held or self.sequence.scoring is not None or pool.windows:
             return False
         salt = call.options.kv_salt
         kv = SequenceKV.create(pool, tokens, max_cached_tokens=len(tokens), cache_salt=salt)
@@ -159,4 +160,5 @@ def chunk_rows(item: Scheduled) -> SequenceRows:
         block_ids=sequence.kv.block_table(),
         num_logits=len(item.scored_token_ids),
         adapter=sequence.adapter,
+        window_tables=sequence.kv.window_tables(),
     )

@@ -182,7 +182,7 @@ def _push_all(
 ) -> tuple[list[PushOutcome], float]:
     """Runs the pushes of all `specs` together. Returns their outcomes, and the seconds until the last was committed."""
     outcomes: queue.SimpleQueue[PushOutcome] = queue.SimpleQueue()
-    groups = LayerGroups.of(PLANES, frame_bytes=config.frame_bytes)
+    groups = LayerGroups.of(cache, frame_bytes=config.frame_bytes)
     started = time.perf_counter()
     for place, spec in enumerate(specs):
         push = KvPush(

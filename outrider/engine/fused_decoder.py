@@ -134,7 +134,9 @@ class FusedDecoder:
         adapters: AdapterRows | None = None,
     ) -> Tensor:
         """Does what `ModelRunner.forward` does. `features` must be in its `writing` context for this batch."""
-        fields, plan = batch.on(kv_cache.device), attention.prepare(batch)
+        fields, groups = batch.on(kv_cache.device), range(batch.num_groups)
+        plans = [attention.prepare(batch, group) for group in groups]
+        slots = [batch.slots_on(kv_cache.device, group) for group in groups]
 
         def multiply(rows: Tensor, index: int, product: str) -> Tensor:
             layer = self._layers[index]
@@ -150,6 +152,7 @@ class FusedDecoder:
             if features is not None:
                 features.record_tap(index, residual)
             keys, values = kv_cache.keys[index], kv_cache.values[index]
+            group = kv_cache.group_of[index] if len(groups) > 1 else 0
             query = rotate_and_store(
                 multiply(rows, index, "qkv"),
                 keys,
@@ -157,12 +160,12 @@ class FusedDecoder:
                 cosines=layer.angles[0],
                 sines=layer.angles[1],
                 positions=fields.positions,
-                slots=fields.slot_mapping,
+                slots=slots[group],
                 norms=layer.head_norms,
             )
             if on_layer_done is not None:
                 on_layer_done(index)
-            attended = attention.attend(plan, query, keys, values, layer.options).flatten(1)
+            attended = attention.attend(plans[group], query, keys, values, layer.options).flatten(1)
             added = multiply(attended, index, "output")
             residual, rows = add_rms_norm(residual, added, layer.mlp_norm, layer.post_attention_norm)
             activated = activate(multiply(rows, index, "gate_up"), self._activation)

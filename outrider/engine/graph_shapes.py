@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.engine.input_batch import BatchFields, InputBatch
@@ -73,17 +74,18 @@ class GraphShapes:
         num_rows = max(_power_of_two(batch.num_rows), self.row_counts[0])
         if batch.has_trees:
             num_rows = max(num_rows, MIN_TREE_ROWS)
-            if not self.has_trees or len(batch.arrays.path_slots) > MAX_MEAN_DEPTH * num_rows:
+            if not self.has_trees or batch.arrays.path_starts[-1] > MAX_MEAN_DEPTH * num_rows:
                 return None
         if num_rows > self.row_counts[-1] or len(batch.arrays.block_tables) + num_rows > MAX_TABLE_BLOCKS:
             return None
         return Bucket(num_rows, batch.has_trees, self.has_logits)
 
 
-def pad(batch: InputBatch, bucket: Bucket, scratch_block: int) -> InputBatch:
+def pad(batch: InputBatch, bucket: Bucket, scratch_blocks: Sequence[int]) -> InputBatch:
     """Pads the batch with one sequence that has the missing rows, and then with sequences without rows.
 
-    The sequence with the missing rows starts at position 0, and all entries of its block table are the scratch block.
+    The sequence with the missing rows starts at position 0, and all entries of its block table are the scratch block
+    (`scratch_blocks`: one for each group of layers).
     The result has as many logits as rows: the batch's logits come first, and the remaining ones repeat the last row. In
     a bucket without logits it has none.
     """
@@ -98,21 +100,35 @@ def pad(batch: InputBatch, bucket: Bucket, scratch_block: int) -> InputBatch:
     if bucket.has_trees:
         starts = starts or array("q", bytes(8 * (batch.num_rows + 1)))
         starts = starts + array("q", starts[-1:]) * num_rows
-        slots = slots + array("q", bytes(8 * (MAX_MEAN_DEPTH * bucket.num_rows - len(slots))))
+        unused = array("q", bytes(8 * (MAX_MEAN_DEPTH * bucket.num_rows - starts[-1])))
+        slots = _extended(slots, [unused] * batch.num_groups)
     padded = BatchFields(
         token_ids=arrays.token_ids + array("q", bytes(8 * num_rows)),
         positions=arrays.positions + array("q", range(num_rows)),
-        slot_mapping=arrays.slot_mapping + array("q", [scratch_block * size + row % size for row in range(num_rows)]),
+        slot_mapping=_extended(
+            arrays.slot_mapping,
+            [array("q", [block * size + row % size for row in range(num_rows)]) for block in scratch_blocks],
+        ),
         logits_rows=arrays.logits_rows + array("q", (bucket.num_rows - 1,)) * num_logits,
         query_start_loc=arrays.query_start_loc + array("i", (bucket.num_rows,)) * len(lengths),
         seq_lens=arrays.seq_lens + lengths,
-        table_starts=arrays.table_starts + array("i", (len(arrays.block_tables) + num_blocks,)) * len(lengths),
+        table_starts=arrays.table_starts + array("i", (batch.num_table_blocks + num_blocks,)) * len(lengths),
         path_starts=starts,
         path_slots=slots,
         attention_plan=array("i"),
-        block_tables=arrays.block_tables + array("i", (scratch_block,)) * num_blocks,
+        block_tables=_extended(arrays.block_tables, [array("i", (block,)) * num_blocks for block in scratch_blocks]),
     )
     return InputBatch(padded, size, is_padded=True)
+
+
+def _extended(values: array[int], added: Sequence[array[int]]) -> array[int]:
+    """Returns the values of all groups of layers, each group's followed by `added`."""
+    if len(added) == 1:
+        return values + added[0]
+    size, extended = len(values) // len(added), array(values.typecode)
+    for group, each in enumerate(added):
+        extended += values[group * size : (group + 1) * size] + each
+    return extended
 
 
 def _power_of_two(number: int) -> int:

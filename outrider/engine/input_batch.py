@@ -31,6 +31,7 @@ class SequenceRows(NamedTuple):
     num_logits: int  # the last num_logits rows need logits; 0 to len(token_ids)
     parents: Sequence[int] = ()  # in a draft tree, the index of each draft's parent among the drafts; -1: none
     adapter: PackedAdapter | None = None  # what the model's linear layers add for these rows; None: nothing
+    window_tables: Sequence[array[int]] = ()  # like block_ids, of each sliding window, int32; empty: as block_ids
 
 
 Values = TypeVar("Values")
@@ -38,23 +39,27 @@ Values = TypeVar("Values")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class BatchFields(Generic[Values]):
-    """The fields of a batch that kernels read: arrays on the host, or tensors on the model's device. Never changed."""
+    """The fields of a batch that kernels read: arrays on the host, or tensors on the model's device. Never changed.
+
+    A model whose layers form groups (see `LayerGroup`) has slots, paths and block tables for each group: first those of
+    all rows or sequences for the first group, then for the next one.
+    """
 
     token_ids: Values  # [num_rows] int64
     positions: Values  # [num_rows] int64, absolute
-    slot_mapping: Values  # [num_rows] int64, block_id * block_size + offset
+    slot_mapping: Values  # [num_groups * num_rows] int64, block_id * block_size + offset
     logits_rows: Values  # [num_logits] int64, ascending; in a padded batch [num_rows], with the last row repeated
     query_start_loc: Values  # [num_seqs + 1] int32
     seq_lens: Values  # [num_seqs] int32, this step's rows included
-    table_starts: Values  # [num_seqs + 1] int32, into block_tables
+    table_starts: Values  # [num_seqs + 1] int32, into the block tables of one group
     # The path of each row in a draft tree: the slots of the drafts that the row sees, its own slot last. Both fields
     # are empty in a batch without trees.
-    path_starts: Values  # [num_rows + 1] int64, into path_slots
-    path_slots: Values  # [sum of depths] int64
+    path_starts: Values  # [num_rows + 1] int64, into the path_slots of one group
+    path_slots: Values  # [num_groups * sum of depths] int64
     # The attention backend's plan for the batch (see AttentionBackend.plan). Empty if there is none.
     attention_plan: Values  # int32
     # This is the last field, because in a padded batch the lengths of all others follow from the number of rows.
-    block_tables: Values  # [blocks in use by all sequences] int32, end to end
+    block_tables: Values  # [num_groups * blocks of all sequences] int32, end to end
 
 
 FIELD_NAMES = tuple(each.name for each in fields(BatchFields))
@@ -89,8 +94,18 @@ class InputBatch:
         return len(self.arrays.token_ids)
 
     @property
+    def num_groups(self) -> int:
+        """The number of groups of layers with slots and block tables of their own; 1: all layers have the same."""
+        return len(self.arrays.slot_mapping) // len(self.arrays.token_ids)
+
+    @property
     def num_seqs(self) -> int:
         return len(self.arrays.seq_lens)
+
+    @property
+    def num_table_blocks(self) -> int:
+        """The number of entries in all block tables of one group."""
+        return self.arrays.table_starts[-1]
 
     @property
     def num_logits(self) -> int:
@@ -110,11 +125,22 @@ class InputBatch:
         """Returns the same batch with an `attention_plan`. It shares all other arrays, but no tensors."""
         return InputBatch(replace(self.arrays, attention_plan=plan), self.block_size, self.is_padded, self.adapters)
 
-    def context_slots(self, sequence: int, num_tokens: int) -> Slots:
+    def context_slots(self, sequence: int, num_tokens: int, group: int = 0) -> Slots:
         """Returns the slots of a sequence's first tokens, from its block table: [num_tokens] int64."""
-        starts = self.arrays.table_starts
-        table = np.frombuffer(self.arrays.block_tables, dtype=np.int32)[starts[sequence] : starts[sequence + 1]]
-        return slots_of(table, num_tokens, self.block_size)
+        tables, starts = np.frombuffer(self.arrays.block_tables, dtype=np.int32), self.arrays.table_starts
+        first = group * self.num_table_blocks
+        return slots_of(tables[first + starts[sequence] : first + starts[sequence + 1]], num_tokens, self.block_size)
+
+    def slots_on(self, device: torch.device | str, group: int = 0) -> Tensor:
+        """Returns a group's slots on `device`: [num_rows] int64."""
+        slots, num_rows = self.on(device).slot_mapping, self.num_rows
+        return slots if len(slots) == num_rows else slots.narrow(0, group * num_rows, num_rows)
+
+    def paths_on(self, device: torch.device | str, group: int = 0) -> Tensor:
+        """Returns a group's path slots on `device`: [sum of depths] int64."""
+        paths = self.on(device).path_slots
+        size = len(paths) // self.num_groups
+        return paths.narrow(0, group * size, size)
 
     def on(self, device: torch.device | str) -> BatchFields[Tensor]:
         """Returns the fields as tensors on `device`: views of the arrays on a CPU, otherwise copies, made only once."""
@@ -164,10 +190,10 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
     token_ids, positions, slots, logits_rows = array("q"), array("q"), array("q"), array("q")
     query_start_loc, seq_lens = array("i", (0,)), array("i")
     table_starts, block_tables = array("i", (0,)), array("i")
-    paths: dict[int, list[int]] = {}  # slots, by row
+    paths: dict[int, list[int]] = {}  # places in `slots`, by row
     num_rows = 0
     has_adapters = False
-    for index, (tokens, start, block_ids, num_logits, parents, adapter) in enumerate(rows):
+    for index, (tokens, start, block_ids, num_logits, parents, adapter, _) in enumerate(rows):
         num = len(tokens)
         end = start + num
         used = -(-end // block_size)
@@ -185,15 +211,9 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
         else:
             token_ids.extend(tokens)
             positions.extend(range(start, end))
-            position = start
-            while position < end:  # by block
-                block, offset = divmod(position, block_size)
-                slot = block_ids[block] * block_size + offset
-                num_here = min(block_size - offset, end - position)
-                slots.extend(range(slot, slot + num_here))
-                position += num_here
+            _add_slots(slots, start, end, block_ids, block_size)
         if parents:
-            _place_tree(index, rows[index], positions, slots, paths)
+            _place_tree(index, rows[index], positions, paths)
         has_adapters |= adapter is not None
         num_rows += num
         if num_logits == 1:
@@ -203,7 +223,9 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
         query_start_loc.append(num_rows)
         seq_lens.append(end)
         table_starts.append(len(block_tables))
-    path_starts, path_slots = _path_arrays(paths, num_rows)
+    if rows[0].window_tables:
+        _add_windows(rows, slots, block_tables, block_size)
+    path_starts, path_slots = _path_arrays(paths, slots, num_rows)
     arrays = BatchFields(
         token_ids=token_ids,
         positions=positions,
@@ -220,9 +242,27 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
     return InputBatch(arrays, block_size, adapters=tuple(each.adapter for each in rows) if has_adapters else ())
 
 
-def _place_tree(
-    index: int, seq: SequenceRows, positions: array[int], slots: array[int], paths: dict[int, list[int]]
-) -> None:
+def _add_slots(slots: array[int], position: int, end: int, block_ids: Sequence[int], block_size: int) -> None:
+    """Adds the slots of positions [position, end), block by block."""
+    while position < end:
+        block, offset = divmod(position, block_size)
+        slot = block_ids[block] * block_size + offset
+        num_here = min(block_size - offset, end - position)
+        slots.extend(range(slot, slot + num_here))
+        position += num_here
+
+
+def _add_windows(rows: Sequence[SequenceRows], slots: array[int], block_tables: array[int], block_size: int) -> None:
+    """Adds the slots and block tables of each sliding window."""
+    for window in range(len(rows[0].window_tables)):
+        for tokens, start, *_, tables in rows:
+            end = start + len(tokens)
+            block_ids = tables[window]
+            _add_slots(slots, start, end, block_ids, block_size)
+            block_tables.extend(block_ids[: -(-end // block_size)])
+
+
+def _place_tree(index: int, seq: SequenceRows, positions: array[int], paths: dict[int, list[int]]) -> None:
     """Sets the drafts' positions, the last entries of `positions`, according to their depths, and adds their paths."""
     num_drafts = len(seq.parents)
     if num_drafts >= len(seq.token_ids):
@@ -233,19 +273,19 @@ def _place_tree(
         if not -1 <= parent < draft:
             raise ValueError(f"sequence {index}: draft {draft} cannot follow draft {parent}")
         before = paths[first + parent] if parent >= 0 else []
-        paths[first + draft] = [*before, slots[first + draft]]
+        paths[first + draft] = [*before, first + draft]
         positions[first + draft] = start + len(before)
 
 
-def _path_arrays(paths: dict[int, list[int]], num_rows: int) -> tuple[array[int], array[int]]:
-    """Returns `path_starts` and `path_slots`."""
-    starts, path_slots = array("q"), array("q")
+def _path_arrays(paths: dict[int, list[int]], slots: array[int], num_rows: int) -> tuple[array[int], array[int]]:
+    """Returns `path_starts` and `path_slots`. `paths`: the rows on each row's path."""
+    starts, places = array("q"), array("q")
     if paths:
         starts.append(0)
         for row in range(num_rows):
-            path_slots.extend(paths.get(row, ()))
-            starts.append(len(path_slots))
-    return starts, path_slots
+            places.extend(paths.get(row, ()))
+            starts.append(len(places))
+    return starts, array("q", [slots[group + row] for group in range(0, len(slots), num_rows) for row in places])
 
 
 def _dtype(values: array[int]) -> torch.dtype:

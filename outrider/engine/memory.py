@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from outrider.engine.control_groups import GROUPS, MEMBERSHIP, control_groups
 from outrider.engine.device import device_type
+from outrider.engine.kv_cache.block_pool import max_held_blocks
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.model_spec import ModelSpec
 from outrider.errors import ConfigError
@@ -65,8 +69,53 @@ class KVMemory:
         return max(min(part, self.free_bytes), 0)
 
 
-def pool_size(spec: ModelSpec, config: KVCacheConfig, room: KVMemory, *, may_shorten: bool = False) -> tuple[int, int]:
-    """Returns the number of blocks in a pool of `config`, and the maximum number of tokens in a sequence.
+class PoolSize(NamedTuple):
+    """The size of a KV pool."""
+
+    num_blocks: int
+    max_model_len: int  # maximum number of tokens in a sequence
+    window_blocks: tuple[int, ...] | None = None  # see PagedKVCache
+
+
+class _BlockCosts:
+    """The memory of a pool by its number of blocks. Layers with a sliding window have fewer blocks than the others."""
+
+    def __init__(self, spec: ModelSpec, config: KVCacheConfig, max_step_tokens: int | None) -> None:
+        size, windows = config.block_size, [group.window for group in spec.layer_groups[1:]]
+        of_window = {0: 0, **dict.fromkeys(windows, 0)}
+        for plane in spec.planes:
+            of_window[plane.window] += plane.bytes_per_token * size
+        self._full_bytes, *self._window_bytes = of_window.values()
+        self._share = 1.0 if max_step_tokens is None else config.window_share
+        self._min_blocks = [2 * max_held_blocks(window, max_step_tokens or 0, size) for window in windows]
+
+    def window_blocks(self, num_blocks: int) -> tuple[int, ...]:
+        """Returns the number of blocks of each window: its share, but at least enough for two sequences."""
+        share = math.ceil(num_blocks * self._share)
+        return tuple(min(num_blocks, max(share, least)) for least in self._min_blocks)
+
+    def num_bytes(self, num_blocks: int) -> int:
+        windows = zip(self.window_blocks(num_blocks), self._window_bytes, strict=True)
+        return num_blocks * self._full_bytes + sum(num * of_block for num, of_block in windows)
+
+    def num_blocks(self, num_bytes: int) -> int:
+        """Returns the largest number of blocks that `num_bytes` hold."""
+        least = self._full_bytes + self._share * sum(self._window_bytes)
+        return bisect_right(range(int(num_bytes / least) + 2), num_bytes, key=self.num_bytes) - 1
+
+
+def pool_size(
+    spec: ModelSpec,
+    config: KVCacheConfig,
+    room: KVMemory,
+    *,
+    may_shorten: bool = False,
+    max_step_tokens: int | None = None,
+) -> PoolSize:
+    """Returns the size of a pool of `config`, with the maximum number of tokens in a sequence.
+
+    `max_step_tokens`: maximum number of a sequence's tokens in a step, if sequences have a block table for each sliding
+    window; None: they have one table, so that all layers have the same number of blocks.
 
     The maximum is normally the model's window. The pool must hold at least one window, so that the longest request can
     run. If less fits and `may_shorten` is set, the maximum is the largest multiple of WINDOW_STEP that fits, which is
@@ -74,16 +123,18 @@ def pool_size(spec: ModelSpec, config: KVCacheConfig, room: KVMemory, *, may_sho
 
     Raises: ConfigError, which names the setting and the fix, if the window does not fit and may not be shortened.
     """
-    block_bytes = spec.bytes_per_token * config.block_size
+    costs = _BlockCosts(spec, config, max_step_tokens)
+    is_split = max_step_tokens is not None and len(spec.layer_groups) > 1
     window_blocks = -(-spec.max_model_len // config.block_size)
     num_blocks, (num_bytes, fraction) = config.num_blocks, config.size
     if num_bytes is None:
-        windows_bytes = min(room.num_windows * window_blocks * block_bytes, room.free_bytes)
+        windows_bytes = min(costs.num_bytes(room.num_windows * window_blocks), room.free_bytes)
         num_bytes = max(room.share(fraction), windows_bytes)
     if num_blocks is None:
-        num_blocks = num_bytes // block_bytes
+        num_blocks = costs.num_blocks(num_bytes)
+    of_windows = costs.window_blocks(num_blocks) if is_split else None
     if num_blocks >= window_blocks:
-        return num_blocks, spec.max_model_len
+        return PoolSize(num_blocks, spec.max_model_len, of_windows)
     held = num_blocks * config.block_size
     if may_shorten and held >= WINDOW_STEP:
         window = held // WINDOW_STEP * WINDOW_STEP
@@ -91,13 +142,13 @@ def pool_size(spec: ModelSpec, config: KVCacheConfig, room: KVMemory, *, may_sho
             f"not enough memory for the model's window of {spec.max_model_len} tokens: "
             f"sequences have at most {window}. Set model.max_model_len, or give more memory (kv_cache.memory)\n"
         )
-        return num_blocks, window
+        return PoolSize(num_blocks, window, of_windows)
     source = "memory" if config.num_blocks is None else "num_blocks"
     others = f" after {room.own_bytes:,} for weights and steps" if room.own_bytes else ""
     shorter = f", or model.max_model_len to {held} or lower" if held else ""
     raise ConfigError(
-        f"one window of {spec.max_model_len} tokens needs {window_blocks * block_bytes:,} bytes of KV, and "
-        f"kv_cache.{source} gives {num_blocks * block_bytes:,}{others}: set it higher{shorter}"
+        f"one window of {spec.max_model_len} tokens needs {costs.num_bytes(window_blocks):,} bytes of KV, and "
+        f"kv_cache.{source} gives {costs.num_bytes(num_blocks):,}{others}: set it higher{shorter}"
     )
 
 

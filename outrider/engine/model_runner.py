@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,8 @@ def warm_up(runner: ModelRunner, kv_cache: PagedKVCache, max_model_len: int) -> 
     block_size = kv_cache.block_size
 
     def run(num_rows: int, end: int, blocks: Sequence[int]) -> None:
-        rows = SequenceRows([0] * num_rows, end - num_rows, blocks, num_logits=1)
+        windows = [array("i", blocks)] * (kv_cache.num_tables - 1)
+        rows = SequenceRows([0] * num_rows, end - num_rows, blocks, num_logits=1, window_tables=windows)
         runner.forward(build_input_batch([rows], block_size))
 
     length = min(64, kv_cache.num_blocks * block_size, max_model_len)

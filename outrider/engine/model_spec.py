@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.kv_cache.planes import LayerGroup, PlaneSpec
+
+
+def windows_of(sliding_windows: Iterable[int | None], max_model_len: int) -> tuple[int, ...]:
+    """Returns `ModelSpec.windows` for layers with these windows. One that holds whole sequences counts as none."""
+    windows = tuple(each if each and each < max_model_len else 0 for each in sliding_windows)
+    return windows if any(windows) else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +27,32 @@ class ModelSpec:
     max_model_len: int  # maximum number of tokens in prompt and answer together
     dtype: str  # "float32", "bfloat16", "float16"
     is_extended: bool = False  # whether rotations are those beyond the original window; this changes all keys
+    windows: tuple[int, ...] = ()  # sliding window of each layer, as in PlaneSpec; empty: no layer has one
+    model_windows: tuple[int, ...] = ()  # those of the whole model, if these are some of its layers
     features: PlaneSpec | None = None  # stored per token for a drafter head; see outrider.engine.feature_spec
+
+    @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """The groups of layers that share blocks: first the layers without a window, then one group for each window."""
+        windows = self.windows or (0,) * self.num_layers
+        return tuple(
+            LayerGroup(tuple(layer for layer, each in enumerate(windows) if each == window), window)
+            for window in sorted({0, *windows, *self.model_windows})
+        )
+
+    def of_layers(self, layers: range) -> ModelSpec:
+        """Returns the specification of some of the layers. They form the groups of the model, some perhaps empty."""
+        windows = self.windows[layers.start : layers.stop]
+        return replace(self, num_layers=len(layers), windows=windows, model_windows=self.windows)
 
     @property
     def planes(self) -> tuple[PlaneSpec, ...]:
         """The planes of the KV cache, in the order in which they are pushed."""
         keys_and_values = (
-            PlaneSpec(name, self.num_layers, self.num_kv_heads, self.head_dim, self.dtype) for name in ("k", "v")
+            PlaneSpec(name, len(group.layers), self.num_kv_heads, self.head_dim, self.dtype, group.window)
+            for group in self.layer_groups
+            for name in group.plane_names
+            if group.layers
         )
         return (*keys_and_values, *(() if self.features is None else (self.features,)))
 

@@ -66,7 +66,7 @@ class ModuleSteps(ModelRunner):
             self._graphs = StepGraphs(
                 graphs,
                 device=device,
-                scratch_block=kv_cache.scratch_blocks[0],
+                scratch_blocks=kv_cache.scratch_blocks,
                 block_size=kv_cache.block_size,
                 capture=cuda_graphs(device),
                 plan=attention.plan,
@@ -110,7 +110,7 @@ class ModuleSteps(ModelRunner):
     def _compute(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
         """Does what `forward` does, without graphs, and returns the logits on the model's device."""
         batch = self._attention.plan(batch)
-        slots = batch.on(self._kv_cache.device).slot_mapping
+        slots = batch.slots_on(self._kv_cache.device)
         adapters = AdapterRows(batch, self._kv_cache.device) if batch.adapters else None
         with nullcontext() if self._features is None else self._features.writing(slots):
             if self._fused is not None:
@@ -173,16 +173,19 @@ def attention_over(
     """Returns the attention function of one forward pass. The function writes a layer's new keys and values to the
     cache, then attends over the cache. `first_layer`: the model's layer that is the cache's first.
     """
-    plan = attention.prepare(batch)
-    slots = batch.on(kv_cache.device).slot_mapping
+    groups = range(batch.num_groups)
+    plans = [attention.prepare(batch, group) for group in groups]
+    slots = [batch.slots_on(kv_cache.device, group) for group in groups]
 
     def attend(
         layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, _extras: Mapping[str, Any]
     ) -> Tensor:
-        keys, values = kv_cache.keys[layer - first_layer], kv_cache.values[layer - first_layer]
-        attention.store(key, value, keys, values, slots)
+        index = layer - first_layer
+        keys, values = kv_cache.keys[index], kv_cache.values[index]
+        group = kv_cache.group_of[index] if len(groups) > 1 else 0
+        attention.store(key, value, keys, values, slots[group])
         if on_layer_done is not None:
             on_layer_done(layer)
-        return attention.attend(plan, query, keys, values, options)
+        return attention.attend(plans[group], query, keys, values, options)
 
     return attend

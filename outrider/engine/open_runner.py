@@ -39,6 +39,7 @@ def open_runner(
     adapter_bytes: int = 0,
     features: FeatureSpec | None = None,
     may_shorten: bool = False,
+    has_window_tables: bool = False,
 ) -> tuple[PagedKVCache, ModelRunner, int]:
     """Returns a cache in the memory that the largest step (`num_rows` rows) leaves free, a warmed-up runner over it,
     and the window, which is the number of tokens of the longest sequence.
@@ -53,6 +54,8 @@ def open_runner(
     `features`: the features to write for every row; the model's specification must have their plane.
 
     `may_shorten`: whether the window may be shorter than the model's if memory is short.
+
+    `has_window_tables`: whether sequences have a block table for each sliding window of the model's layers.
 
     Raises: the errors of make_attention_backend and pool_size.
     """
@@ -73,11 +76,12 @@ def open_runner(
     if device_type(model.device) == "cpu":
         reserved_bytes += main_memory_bytes
     room = KVMemory.of(model.device, reserved_bytes)
-    num_blocks, window = pool_size(model.spec, kv_cache, room, may_shorten=may_shorten)
-    cache = model.make_cache(num_blocks, kv_cache.block_size)
+    max_step_tokens = num_rows if has_window_tables else None
+    size = pool_size(model.spec, kv_cache, room, may_shorten=may_shorten, max_step_tokens=max_step_tokens)
+    cache = model.make_cache(size.num_blocks, kv_cache.block_size, size.window_blocks)
     runner = make_runner(model, cache, backend, graphs=graphs, features=features)
-    warm_up(runner, cache, window)
-    return cache, runner, window
+    warm_up(runner, cache, size.max_model_len)
+    return cache, runner, size.max_model_len
 
 
 def profile_run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,8 +36,10 @@ class RunnableModel:
         """The kernels that compute the model, for other work on this node; None if they are not native."""
         return None if self.native is None else self.native.kernels
 
-    def make_cache(self, num_blocks: int, block_size: int) -> PagedKVCache:
-        """Makes a cache for the model's steps. On a GPU it has a scratch block for padded batches."""
+    def make_cache(self, num_blocks: int, block_size: int, window_blocks: Sequence[int] | None = None) -> PagedKVCache:
+        """Makes a cache for the model's steps. On a GPU it has a scratch block for padded batches. `window_blocks`: see
+        PagedKVCache.
+        """
         return PagedKVCache(
             self.spec.planes,
             num_blocks=num_blocks,
@@ -44,4 +47,6 @@ class RunnableModel:
             device=self.device,
             num_scratch_blocks=0 if device_type(self.device) == "cpu" else 1,
             kernels=self.cpu_kernels,
+            layer_groups=self.spec.layer_groups,
+            window_blocks=window_blocks,
         )

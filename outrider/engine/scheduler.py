@@ -140,7 +140,8 @@ class Scheduler:
         self._running: list[EngineSequence] = []  # sorted by _running_rank
         self._waiting: list[EngineSequence] = []  # sorted by _waiting_rank
         self._first_row = 0  # index where the round-robin assignment of single rows begins
-        self._refused: tuple[EngineSequence, int] | None = None  # (queue's head, blocks available when it was refused)
+        # (queue's head, blocks available in each group of layers when it was refused)
+        self._refused: tuple[EngineSequence, tuple[int, ...]] | None = None
 
     @property
     def running(self) -> Sequence[EngineSequence]:
@@ -273,11 +274,11 @@ class Scheduler:
 
     def _release_slack(self) -> bool:
         """Releases blocks reserved past the known tokens, e.g. for drafts. Returns False if there were none."""
-        before = self._pool.num_free_blocks
+        before = self._pool.free_by_group
         for sequence in self._running:
             assert sequence.kv is not None
             sequence.kv.release_beyond(len(sequence.token_ids))
-        return self._pool.num_free_blocks > before
+        return self._pool.free_by_group != before
 
     def _victim(self) -> EngineSequence | None:
         """Returns the running sequence to preempt next, never the oldest one, so that progress is guaranteed."""
@@ -304,12 +305,16 @@ class Scheduler:
         while self._waiting and len(self._running) < self._max_running:
             sequence = self._waiting[0]
             kept_back = self._reserve_blocks * len(self._running)  # blocks for the growth of running sequences
-            available = self._pool.num_free_blocks - kept_back
-            was_refused = self._refused is not None and self._refused[0] is sequence and available <= self._refused[1]
+            available = tuple(free - kept_back for free in self._pool.free_by_group)
+            was_refused = (
+                self._refused is not None
+                and self._refused[0] is sequence
+                and all(now <= then for now, then in zip(available, self._refused[1], strict=True))
+            )
             if self._running and (was_refused or not self._has_rows_for(sequence)):
                 return  # trying again would hash the whole prompt for the same result
             kv = sequence.kv or self._cached_prefix(sequence)
-            if kv.num_blocks_needed(len(sequence.token_ids)) + kept_back > self._pool.num_free_blocks:
+            if not kv.fits(len(sequence.token_ids), kept_back=kept_back):
                 self._refused = (sequence, available)
                 if kv is not sequence.kv:
                     kv.free()
@@ -377,8 +382,7 @@ class Scheduler:
         num_known = len(sequence.token_ids)
         if sequence.kv.has_reserved(num_known + num_drafts):
             return num_drafts
-        spare = sequence.kv.capacity - num_known
-        num_granted = min(num_drafts, spare + self._pool.num_free_blocks * self._pool.block_size)
+        num_granted = sequence.kv.max_reserved(num_known + num_drafts) - num_known
         if num_granted > 0:
             copies = sequence.kv.reserve(num_known + num_granted)
             assert not copies  # if a block was shared, reserving the known tokens has already copied it

@@ -78,7 +78,7 @@ def cut_batch(batch: InputBatch, num_parts: int) -> tuple[InputBatch, ...]:
 
 def _rows_of(batch: InputBatch, start: int, end: int) -> InputBatch:
     """Returns rows [start, end) as a batch of the sequences that have some of them."""
-    arrays, block_size = batch.arrays, batch.block_size
+    arrays, block_size, num_groups = batch.arrays, batch.block_size, batch.num_groups
     starts = arrays.query_start_loc
     first, last = bisect_right(starts, start) - 1, bisect_left(starts, end) - 1
     own_starts = array("i", [max(row - start, 0) for row in starts[first : last + 1]]) + array("i", (end - start,))
@@ -92,17 +92,25 @@ def _rows_of(batch: InputBatch, start: int, end: int) -> InputBatch:
     own = BatchFields(
         token_ids=arrays.token_ids[start:end],
         positions=arrays.positions[start:end],
-        slot_mapping=arrays.slot_mapping[start:end],
+        slot_mapping=_of_groups(arrays.slot_mapping, num_groups, start, end),
         logits_rows=_counted_from(start, arrays.logits_rows[logits]),
         query_start_loc=own_starts,
         seq_lens=seq_lens,
         table_starts=_counted_from(tables[0], tables),
         path_starts=_counted_from(paths[0], paths) if has_paths else array("q"),
-        path_slots=arrays.path_slots[paths[0] : paths[-1]] if has_paths else array("q"),
+        path_slots=_of_groups(arrays.path_slots, num_groups, paths[0], paths[-1]) if has_paths else array("q"),
         attention_plan=array("i"),
-        block_tables=arrays.block_tables[tables[0] : tables[-1]],
+        block_tables=_of_groups(arrays.block_tables, num_groups, tables[0], tables[-1]),
     )
     return InputBatch(own, block_size)
+
+
+def _of_groups(values: array[int], num_groups: int, start: int, end: int) -> array[int]:
+    """Returns values [start, end) of every group."""
+    size, found = len(values) // num_groups, array(values.typecode)
+    for first in range(0, num_groups * size, size):
+        found += values[first + start : first + end]
+    return found
 
 
 def _counted_from(first: int, numbers: array[int]) -> array[int]:

@@ -12,7 +12,8 @@ only result is in the logits tensor.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
@@ -51,7 +52,7 @@ class StepGraphs:
         shapes: GraphShapes,
         *,
         device: torch.device,
-        scratch_block: int,
+        scratch_blocks: Sequence[int],
         block_size: int,
         capture: GraphCapture,
         plan: Callable[[InputBatch], InputBatch] = lambda batch: batch,
@@ -59,7 +60,7 @@ class StepGraphs:
         """`plan`: AttentionBackend.plan of the forward's backend."""
         self._shapes = shapes
         self._device = device
-        self._scratch_block = scratch_block
+        self._scratch_blocks = scratch_blocks
         self._block_size = block_size
         self._capture = capture
         self._plan = plan
@@ -92,7 +93,9 @@ class StepGraphs:
         return self._shapes.row_counts if self._graphs else ()
 
     def _capture_all(self, forward: Callable[[InputBatch], Tensor]) -> None:
-        rows = SequenceRows([0], 0, (self._scratch_block,), int(self._shapes.has_logits))
+        first, *windows = self._scratch_blocks
+        tables = [array("i", (block,)) for block in windows]
+        rows = SequenceRows([0], 0, (first,), int(self._shapes.has_logits), window_tables=tables)
         nothing = build_input_batch([rows], self._block_size)
         for bucket in self._shapes.buckets:
             padded = self._padded(nothing, bucket)
@@ -127,7 +130,7 @@ class StepGraphs:
         return self._logits.narrow(0, 0, batch.num_logits)
 
     def _padded(self, batch: InputBatch, bucket: Bucket) -> InputBatch:
-        return self._plan(pad(batch, bucket, self._scratch_block))
+        return self._plan(pad(batch, bucket, self._scratch_blocks))
 
     def _upload(self, packed: npt.NDArray[np.uint8]) -> None:
         """Uploads the fields of a batch to the start of the buffer, in one copy."""

@@ -56,7 +56,7 @@ class ModuleHeadSteps:
         self._graphs = StepGraphs(
             GraphShapes(MAX_GRAPH_ROWS),
             device=self._device,
-            scratch_block=self._kv_cache.scratch_blocks[0],
+            scratch_blocks=self._kv_cache.scratch_blocks,
             block_size=self._kv_cache.block_size,
             capture=cuda_graphs(self._device),
             plan=self._attention.plan,

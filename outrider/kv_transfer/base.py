@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
 
-from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.kv_cache.planes import PlaneSpec, first_kept_token
 
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.tensor_planes import DeviceBytes
@@ -52,7 +52,10 @@ class DrainState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSpec:
-    """The content that a receiver expects in one transfer. Positions are absolute; 0 is the first prompt token."""
+    """The content that a receiver expects in one transfer. Positions are absolute; 0 is the first prompt token.
+
+    Planes of layers with a sliding window carry only the tokens that a sequence of `end_token` tokens keeps.
+    """
 
     transfer_id: bytes  # 16 random bytes
     incarnation: bytes  # id of the receiving process, 16 random bytes
@@ -64,6 +67,10 @@ class TransferSpec:
         assert len(self.transfer_id) == ID_BYTES, "a transfer_id has 16 bytes"
         assert len(self.incarnation) == ID_BYTES, "an incarnation has 16 bytes"
         assert 0 <= self.start_token <= self.end_token, "tokens [start_token, end_token)"
+
+    def first_token(self, plane: PlaneSpec) -> int:
+        """Returns the first token that the transfer carries in this plane, a later one if the plane has a window."""
+        return max(self.start_token, first_kept_token(self.end_token, plane.window))
 
     def plane(self, name: str) -> PlaneSpec | None:
         """Returns the plane with this name; None if the transfer has no such plane."""

@@ -32,17 +32,22 @@ class Coverage:
         """Marks a region as arrived. `overlaps` must be false for it."""
         heads, arrived = region.heads, self._arrived[region.plane]
         if heads not in arrived:
-            num_layers = find_plane(self._spec.planes, region.plane).num_layers
-            arrived[heads] = np.zeros((num_layers, self._spec.end_token - self._spec.start_token), dtype=np.bool_)
+            plane = find_plane(self._spec.planes, region.plane)
+            num_tokens = self._spec.end_token - self._spec.first_token(plane)
+            arrived[heads] = np.zeros((plane.num_layers, num_tokens), dtype=np.bool_)
         self._cells(region)[:] = True
 
     def _cells(self, region: Region) -> npt.NDArray[np.bool_]:
-        layers, tokens, first = region.layers, region.tokens, self._spec.start_token
+        layers, tokens = region.layers, region.tokens
+        first = self._spec.first_token(find_plane(self._spec.planes, region.plane))
         arrived = self._arrived[region.plane][region.heads]
         return arrived[layers.start : layers.stop, tokens.start - first : tokens.stop - first]
 
     def complete_until(self) -> int:
-        """Returns the end of the leading tokens that have arrived for every head of every layer of every plane."""
+        """Returns the end of the leading tokens that have arrived for every head of every layer of every plane.
+
+        If a plane has a window, that is the end or the start: a part of the window is of no use.
+        """
         start, end = self._spec.start_token, self._spec.end_token
         is_there = np.ones(end - start, dtype=np.bool_)
         for plane in self._spec.planes:
@@ -50,5 +55,11 @@ class Coverage:
             if sum(map(len, arrived)) < plane.num_heads:  # ranges are disjoint, so heads are missing
                 return start
             for tokens in arrived.values():
-                is_there &= tokens.all(axis=0)
-        return end if is_there.all() else start + int(is_there.argmin())
+                if not plane.window:
+                    is_there &= tokens.all(axis=0)
+                elif not tokens.all():
+                    return start
+        if is_there.all():
+            return end
+        has_window = any(plane.window for plane in self._spec.planes)
+        return start if has_window else start + int(is_there.argmin())

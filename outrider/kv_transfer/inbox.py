@@ -252,13 +252,14 @@ class TransferInbox:
     def read(self, transfer_id: bytes, region: Region) -> tuple[FrameHeader, memoryview] | None:
         """Reads KV of tokens that precede the transfer's own.
 
-        Returns None if that KV is not held here any more, or if the transfer's reads together would exceed its size.
+        Returns None if that KV is not held here any more, as behind a sliding window, or if the transfer's reads
+        together would exceed its size.
         """
         transfer = self._find(transfer_id)
         if transfer is None:
             return None
         spec, plane = transfer.spec, transfer.spec.plane(region.plane)
-        if plane is None or not region.is_inside(plane, start_token=0, end_token=spec.start_token):
+        if plane is None or plane.window or not region.is_inside(plane, start_token=0, end_token=spec.start_token):
             return None
         num_bytes = region.num_bytes(plane)
         with transfer.changed:
@@ -346,6 +347,6 @@ def _fits(header: FrameHeader, transfer: _Transfer) -> bool:
     plane = spec.plane(region.plane)
     return (
         plane is not None
-        and region.is_inside(plane, start_token=spec.start_token, end_token=spec.end_token)
+        and region.is_inside(plane, start_token=spec.first_token(plane), end_token=spec.end_token)
         and header.length == region.num_bytes(plane)
     )

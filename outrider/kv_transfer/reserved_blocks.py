@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from outrider.engine.kv_cache.base import Slots, slots_of
+from outrider.engine.kv_cache.window_table import WindowTable
 from outrider.engine.ranks.sharded_cache import KVCache
 from outrider.kv_transfer.base import Payload, Region
 
@@ -22,13 +25,32 @@ class ReservedBlocks:
     """
 
     def __init__(
-        self, kv_cache: KVCache, block_ids: Sequence[int], are_held: Callable[[], bool] = lambda: True
+        self,
+        kv_cache: KVCache,
+        block_ids: Sequence[int],
+        are_held: Callable[[], bool] = lambda: True,
+        *,
+        windows: Sequence[WindowTable] = (),
     ) -> None:
-        """`are_held`: whether the blocks still have what is read. It is called after each read."""
+        """`are_held`: whether the blocks still have what is read. It is called after each read. `windows`: the blocks
+        of layers with a sliding window.
+        """
         self._kv_cache: Any = kv_cache  # Any, as the type of payload depends on the cache
-        self._slots = slots_of(block_ids, len(block_ids) * kv_cache.block_size, kv_cache.block_size)
+        num_tokens = len(block_ids) * kv_cache.block_size
+        self._slots = {0: slots_of(block_ids, num_tokens, kv_cache.block_size)}
+        self._slots.update((table.pool.window, np.full(num_tokens, -1)) for table in windows)
+        self._windows = {plane.name: plane.window for plane in kv_cache.planes}
+        self.update(windows)
         self._reserved = kv_cache.fence()
         self.are_held = are_held
+
+    def update(self, windows: Sequence[WindowTable]) -> None:
+        """Notes the blocks that have been reserved in these tables. Those noted before must still have what is read."""
+        size = self._kv_cache.block_size
+        for table in windows:
+            slots = self._slots[table.pool.window]
+            first, end = table.first * size, min(table.end, len(slots))
+            slots[first:end] = slots_of(table.block_ids, end, size)[first:]
 
     def write(self, region: Region, payload: Payload) -> None:
         """Writes bytes [layers, tokens, heads, head_dim]. Regions must be within bounds, and disjoint."""
@@ -46,4 +68,4 @@ class ReservedBlocks:
         return self._kv_cache.take(region.plane, region.layers, self._slots_of(region), after, heads=region.heads)
 
     def _slots_of(self, region: Region) -> Slots:
-        return self._slots[region.tokens.start : region.tokens.stop]
+        return self._slots[self._windows[region.plane]][region.tokens.start : region.tokens.stop]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.device import device_type
 from outrider.engine.gpu_turns import loading_turn
 from outrider.engine.graph_shapes import GraphShapes
-from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.kv_cache.block_pool import BlockPool, WindowPool
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.open_runner import open_runner
 from outrider.engine.processor import usable_cpus
@@ -50,12 +51,26 @@ class ModelRuntime:
 
     def make_pool(self, config: KVCacheConfig) -> BlockPool:
         """Makes a pool of the cache's blocks."""
-        return BlockPool(
-            num_blocks=self.kv_cache.num_blocks,
-            block_size=self.kv_cache.block_size,
-            hash_seed=bytes.fromhex(self.model.info.fingerprint),
-            enable_prefix_cache=config.prefix_cache,
-        )
+        cache = self.kv_cache
+        first_blocks = accumulate((cache.num_blocks, *cache.window_blocks))
+        shared: dict[str, Any] = {
+            "block_size": cache.block_size,
+            "hash_seed": bytes.fromhex(self.model.info.fingerprint),
+            "enable_prefix_cache": config.prefix_cache,
+        }
+        windows = [
+            WindowPool(
+                window=group.window,
+                max_step_tokens=self.max_rows_per_step,
+                first_block=first_block,
+                num_blocks=num_blocks,
+                **shared,
+            )
+            for group, first_block, num_blocks in zip(
+                cache.layer_groups[1:], first_blocks, cache.window_blocks, strict=False
+            )
+        ]
+        return BlockPool(num_blocks=cache.num_blocks, windows=windows, **shared)
 
     def describe(self, config: ModelConfig, *, cpu_turns: CpuTurns) -> dict[str, object]:
         """Describes the model for a node's start-up line. `config`: the settings with which it was opened."""
@@ -141,6 +156,7 @@ def open_model_runtime(
             adapter_bytes=adapters.reserved_bytes,
             features=reduction,
             may_shorten=not config.max_model_len,
+            has_window_tables=True,
         )
     return ModelRuntime(model.with_window(window), cache, runner, nullcontext(), num_rows, adapters)
 

@@ -75,7 +75,8 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     team = loaded[0].cpu_kernels if loaded else None
     weights = DecoderWeights(DecoderShape.of_json(packed.about["shape"]), packed.blobs)
     native = NativeDecoder(team or start(), weights)
-    spec = ModelSpec(**packed.about["spec"])
+    about = packed.about["spec"]
+    spec = ModelSpec(**about | {"windows": tuple(about["windows"]), "model_windows": ()})
     weight_format = choose_weight_format(config, checkpoint, kernels, dtype=spec.dtype, is_decoder=True)
     return describe_model(
         config,

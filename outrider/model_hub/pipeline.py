@@ -79,7 +79,7 @@ def open_stage(config: ModelConfig, rank: int, *, progress: Progress = no_progre
         nn.Module.to(model.model, device)  # in place
         numerics = str(torch_numerics(model.spec.dtype, device_type(device)))
         model = replace(model, device=device, info=replace(model.info, numerics=numerics))
-    return replace(model, spec=replace(model.spec, num_layers=len(stage.layers)), stage=stage)
+    return replace(model, spec=model.spec.of_layers(stage.layers), stage=stage)
 
 
 def _keep_layers(model: PreTrainedModel, stage: Stage, num_layers: int) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from outrider.engine.memory import PoolSize
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.errors import ConfigError, ModelError
 from outrider.lossy_stream import exit_now, guard_standard_streams
@@ -48,11 +49,11 @@ def _work(commands: socket.socket, kv: socket.socket) -> None:
     hello.send(None)
     shard = open_shard(start)
     hello.send(shard.room)
-    pool: tuple[int, tuple[int, ...]] | Stop = hello.receive(begins_within_seconds=None)
+    pool: tuple[PoolSize, tuple[int, ...]] | Stop = hello.receive(begins_within_seconds=None)
     if isinstance(pool, Stop):
         return
-    num_blocks, taps = pool
-    cache = shard.model.make_cache(num_blocks, start.block_size)
+    size, taps = pool
+    cache = shard.model.make_cache(size.num_blocks, start.block_size, size.window_blocks)
     RankWorker(
         runner=shard.make_runner(cache, taps),
         kv_cache=cache,

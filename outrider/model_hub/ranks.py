@@ -18,15 +18,16 @@ from outrider.engine.device import device_type
 from outrider.engine.gpu_turns import loading_turn
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.memory import KVMemory, pool_size
+from outrider.engine.memory import KVMemory, PoolSize, pool_size
 from outrider.engine.model_runner import warm_up
+from outrider.engine.model_spec import ModelSpec
 from outrider.engine.processor import usable_cpus, within_quota
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.commands import Step
 from outrider.engine.ranks.group import Member, RankGroup
 from outrider.engine.ranks.sharded_cache import ShardedKVCache
 from outrider.engine.runner_base import ModelRunner
-from outrider.engine.stages import cut_batch, num_micro_batches
+from outrider.engine.stages import Stage, cut_batch, num_micro_batches
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.loaded_model import LoadedModel, ReductionOf
@@ -138,13 +139,21 @@ def open_ranks(
         taps = () if reduction is None else reduction.taps
         shard = replace(shard, model=shard.model.with_features(reduction))
         rooms = [shard.room, *_receive(ranks.members)]
-        num_blocks, window = _pool_size(shard.model, kv_cache, rooms, may_shorten=not config.max_model_len)
-        shard = replace(shard, model=shard.model.with_window(window))
+        size = _pool_size(
+            shard.model,
+            kv_cache,
+            rooms,
+            may_shorten=not config.max_model_len,
+            max_step_tokens=max_rows_per_step,
+        )
+        shard = replace(shard, model=shard.model.with_window(size.max_model_len))
         for member in ranks.members:
-            member.commands.send((num_blocks, taps))
-        layers = None if shard.model.stage is None else shard.model.stage.layers_by_rank
-        cache = ShardedKVCache(shard.model.make_cache(num_blocks, kv_cache.block_size), ranks, layers)
-        runner = LeadingRunner(shard, shard.make_runner(cache.local, taps, reduction), ranks)
+            member.commands.send((size, taps))
+        local = shard.model.make_cache(size.num_blocks, kv_cache.block_size, size.window_blocks)
+        stage = shard.model.stage
+        parts = () if stage is None else (_whole(shard.model.spec, stage), stage.layers_by_rank)
+        cache = ShardedKVCache(local, ranks, *parts)
+        runner = LeadingRunner(shard, shard.make_runner(local, taps, reduction), ranks)
         warm_up(runner, cache.local, shard.model.spec.max_model_len)
     except Exception as error:
         try:
@@ -171,8 +180,13 @@ def _checked(config: ModelConfig, directory: Path) -> tuple[ModelConfig, float]:
 
 
 def _pool_size(
-    model: LoadedModel, kv_cache: KVCacheConfig, rooms: Sequence[KVMemory], *, may_shorten: bool
-) -> tuple[int, int]:
+    model: LoadedModel,
+    kv_cache: KVCacheConfig,
+    rooms: Sequence[KVMemory],
+    *,
+    may_shorten: bool,
+    max_step_tokens: int,
+) -> PoolSize:
     """Returns the `pool_size` of each rank's cache. A configured size in bytes is for the caches of all ranks together.
 
     Ranks on a CPU share its memory. On GPUs, the rank with the least room decides. All ranks are sized like
@@ -181,12 +195,19 @@ def _pool_size(
     spec, (num_bytes, fraction) = model.spec, kv_cache.size
     is_shared = num_bytes is not None or device_type(model.device) == "cpu"
     if model.stage is not None:
-        by_rank = [len(layers) for layers in model.stage.layers_by_rank]
-        spec = replace(spec, num_layers=sum(by_rank) if is_shared else max(by_rank))
+        spec = _whole(spec, model.stage)
+        if not is_shared:
+            spec = spec.of_layers(max(model.stage.layers_by_rank, key=len))
     elif is_shared:
         num_ranks = len(rooms)
         spec = replace(spec, num_heads=spec.num_heads * num_ranks, num_kv_heads=spec.num_kv_heads * num_ranks)
-    return pool_size(spec, kv_cache, min(rooms, key=lambda room: room.share(fraction)), may_shorten=may_shorten)
+    room = min(rooms, key=lambda room: room.share(fraction))
+    return pool_size(spec, kv_cache, room, may_shorten=may_shorten, max_step_tokens=max_step_tokens)
+
+
+def _whole(spec: ModelSpec, stage: Stage) -> ModelSpec:
+    """Returns the specification of the whole model of a stage."""
+    return replace(spec, num_layers=stage.num_layers, windows=spec.model_windows)
 
 
 def _may_be_a_loss(error: Exception) -> bool:

@@ -20,7 +20,7 @@ from outrider.engine.attention.transformers_hook import ATTENTION_NAME, STEP_ARG
 from outrider.engine.device import device_type
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.model_runner import make_runner
-from outrider.engine.model_spec import ModelSpec
+from outrider.engine.model_spec import ModelSpec, windows_of
 from outrider.engine.numerics import allowed_difference
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ModelError
@@ -131,6 +131,7 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
         max_model_len=window.max_model_len,
         dtype=dtype,
         is_extended=window.is_extended,
+        windows=windows_of((layer.sliding_window for layer in layers), window.max_model_len),
     )
     return spec, layers
 

@@ -293,7 +293,7 @@ def gpu_memory(monkeypatch):
 def test_the_pool_leaves_free_what_the_largest_step_takes(node):
     assert open_runner.profile_run(node.loaded, node.attention, num_rows=64, block_size=16) == 8000
     spec = node.loaded.spec
-    num_blocks, _ = pool_size(spec, KVCacheConfig(memory="50%"), KVMemory.of(str(GPU), 2_000_000))
+    num_blocks, *_ = pool_size(spec, KVCacheConfig(memory="50%"), KVMemory.of(str(GPU), 2_000_000))
     assert num_blocks == (10_000_000 - 500_000 - 2_000_000) // (16 * spec.bytes_per_token)
     assert len(node.loaded.make_cache(num_blocks, 16).scratch_blocks) == 1
 
@@ -344,7 +344,7 @@ def test_a_captured_step_copies_its_batch_and_allocates_nothing(gpu):
     graphs = StepGraphs(
         GraphShapes(64, has_trees=True),
         device=GPU,
-        scratch_block=24,
+        scratch_blocks=(24,),
         block_size=16,
         capture=lambda run: run() or (lambda: None),
     )

@@ -127,11 +127,11 @@ def start(monkeypatch, tmp_path):
     """start(total_bytes, shares by node) starts all nodes at the same time on one GPU, and returns them by name."""
 
     class Cache(PagedKVCache):
-        def __init__(self, planes, *, num_blocks, block_size, device, num_scratch_blocks, kernels=None):
+        def __init__(self, planes, *, num_blocks, block_size, device, num_scratch_blocks, **_options):
             self.planes, self.num_blocks, self.block_size, self.device = planes, num_blocks, block_size, device
-            self.scratch_blocks = range(num_blocks, num_blocks + num_scratch_blocks)
+            self.scratch_blocks = (num_blocks,)
             per_token = sum(plane.bytes_per_token for plane in planes)
-            num_bytes = self.scratch_blocks.stop * block_size * per_token
+            num_bytes = (num_blocks + num_scratch_blocks) * block_size * per_token
             gpus[0].take(num_bytes)
             self._kept = Kept(gpus[0], num_bytes)
 

@@ -91,7 +91,7 @@ def test_prompts_have_few_buckets_and_no_logits():
         assert PROMPTS.bucket_of(batch) == (found and Bucket(found, has_logits=False))
         assert PROMPTS.bucket_of(build_input_batch([rows._replace(num_logits=1)], BLOCK_SIZE)) is None
         if found:
-            padded = pad(batch, PROMPTS.bucket_of(batch), SCRATCH)
+            padded = pad(batch, PROMPTS.bucket_of(batch), (SCRATCH,))
             assert (padded.num_rows, padded.num_logits, padded.selects_logits) == (found, 0, True)
 
 
@@ -108,7 +108,7 @@ def test_every_bucket_of_a_batch_is_captured():
 
 def test_padding_is_a_sequence_in_the_scratch_block_then_some_without_rows():
     batch = batch_of(([1, 2, 3], 30), ([4], 5), ([4], 5))
-    padded = pad(batch, Bucket(8), SCRATCH)
+    padded = pad(batch, Bucket(8), (SCRATCH,))
     assert (padded.num_seqs, padded.num_rows, padded.is_padded) == (8, 8, True)
     scratch_slots = [SCRATCH * BLOCK_SIZE + row for row in range(3)]
     assert padded.arrays.slot_mapping.tolist() == [*batch.arrays.slot_mapping.tolist(), *scratch_slots]
@@ -125,20 +125,20 @@ def test_padding_is_an_ordinary_batch_however_many_rows_it_has(num_rows):
     """A padded batch equals one that build_input_batch makes with the padding as a sequence."""
     bucket = Bucket(256)
     batch = build_input_batch([SequenceRows([7] * (256 - num_rows), 3, range(17), 1)], BLOCK_SIZE)
-    padded = pad(batch, bucket, SCRATCH)
+    padded = pad(batch, bucket, (SCRATCH,))
     scratch = SequenceRows([0] * num_rows, 0, [SCRATCH] * -(-num_rows // BLOCK_SIZE), 1)
     both = build_input_batch([SequenceRows([7] * (256 - num_rows), 3, range(17), 1), scratch], BLOCK_SIZE).arrays
     for name in ("token_ids", "positions", "slot_mapping"):
         assert getattr(padded.arrays, name) == getattr(both, name)
     assert padded.context_slots(1, num_rows).tolist() == list(both.slot_mapping[-num_rows:])
     assert len(padded.arrays.logits_rows) == 256
-    full = pad(padded, bucket, SCRATCH)
+    full = pad(padded, bucket, (SCRATCH,))
     assert full.arrays.seq_lens == padded.arrays.seq_lens
 
 
 def test_a_padded_tree_keeps_its_paths():
     batch = batch_of(([1, 2, 3, 4], 30, (-1, -1, 1)), ([4], 5))
-    padded = pad(batch, Bucket(8, has_trees=True), SCRATCH)
+    padded = pad(batch, Bucket(8, has_trees=True), (SCRATCH,))
     num_slots = len(batch.arrays.path_slots)
     assert padded.arrays.path_starts.tolist() == [*batch.arrays.path_starts.tolist(), *[num_slots] * 3]
     assert padded.arrays.path_slots[:num_slots].tolist() == batch.arrays.path_slots.tolist()
@@ -160,12 +160,12 @@ def test_padding_changes_no_other_row(model):
         num_scratch_blocks=1,
         kernels=model.cpu_kernels,
     )
-    assert cache.scratch_blocks == range(SCRATCH, SCRATCH + 1)
+    assert cache.scratch_blocks == (SCRATCH,)
     runner = make_runner(model, cache, make_attention_backend())
     batch = batch_of(([5, 6, 7], 0), ([9], 0), ([2], 0))
     plain = torch.tensor(runner.forward(batch))
     before = [cache.read(plane.name, range(plane.num_layers), REAL_SLOTS).copy() for plane in model.spec.planes]
-    padded = torch.as_tensor(runner.forward(pad(batch, TREES.bucket_of(batch), SCRATCH)))[:5]
+    padded = torch.as_tensor(runner.forward(pad(batch, TREES.bucket_of(batch), (SCRATCH,))))[:5]
     if model.native is None:
         torch.testing.assert_close(padded, plain)
     else:
@@ -185,7 +185,7 @@ def graphs_of(forward, shapes=TREES, plan=lambda batch: batch):
     graphs = StepGraphs(
         shapes,
         device=CPU,
-        scratch_block=SCRATCH,
+        scratch_blocks=(SCRATCH,),
         block_size=BLOCK_SIZE,
         capture=capture_on_a_cpu,
         plan=plan,
@@ -347,7 +347,7 @@ def test_what_cannot_be_captured_runs_without_graphs_and_says_so_once():
             raise RuntimeError("called a synchronizing CUDA operation\nand more")
         return capture_on_a_cpu(run)
 
-    graphs = StepGraphs(GraphShapes(8), device=CPU, scratch_block=SCRATCH, block_size=BLOCK_SIZE, capture=capture)
+    graphs = StepGraphs(GraphShapes(8), device=CPU, scratch_blocks=(SCRATCH,), block_size=BLOCK_SIZE, capture=capture)
     with pytest.warns(RuntimeWarning, match=r"without CUDA graphs.*: called a synchronizing CUDA operation$") as told:
         graphs.capture_all(lambda batch: batch.on(CPU).positions.float().unsqueeze(1))
     assert len(told) == 1

@@ -29,7 +29,7 @@ def batch_of(*sequences):
 
 def parts(plan, batch, lists):
     """Returns the plan's items [n, 7], and the index of each row's first partial result."""
-    num_items, rows_start, num_rows, num_merged = plan[:HEADER_INTS]
+    num_items, rows_start, num_rows, num_merged, _ = plan[:HEADER_INTS]
     room = lists.max_items(batch.num_rows) if batch.is_padded else num_items
     items, partials = np.split(np.asarray(plan)[HEADER_INTS:], [rows_start - HEADER_INTS])
     assert (items.size, len(partials)) == (room * ITEM_INTS, batch.num_rows)
@@ -70,7 +70,7 @@ def random_batches():
 def test_every_row_meets_each_of_its_splits_once(lists):
     for batch in random_batches():
         bucket = GraphShapes(has_trees=True).bucket_of(batch)
-        padded = batch if bucket is None else pad(batch, bucket, 9)
+        padded = batch if bucket is None else pad(batch, bucket, (9,))
         for each in {batch, padded}:
             arrays = each.arrays
             items, partials = parts(lists.plan(each), each, lists)
@@ -135,7 +135,7 @@ def test_plans_of_a_bucket_are_of_one_length_and_memory_does_not_grow_with_the_c
         for start in (0, 5000, 100_000, 2_000_000):
             for sequences in ([(num_rows, start)], [(1, start)] + [(1, 3)] * (num_rows - 1)):
                 batch = batch_of(*sequences)
-                lengths.add(len(LLAMA_8B.plan(pad(batch, GraphShapes().bucket_of(batch), 9))))
+                lengths.add(len(LLAMA_8B.plan(pad(batch, GraphShapes().bucket_of(batch), (9,)))))
         assert len(lengths) == 1
     assert LLAMA_8B.max_partials * 32 * (128 + 2) * 4 < 70 << 20
 

@@ -32,6 +32,8 @@ from tests.support.cached_runner import CachedRunner
 from tests.support.fake_drafts import TextDrafts
 from tests.support.in_memory_connector import InMemoryConnector
 
+NUM_PROMPT = 90
+"""Number of tokens of a random model's prompt: more than those that a sequence keeps of a sliding window."""
 NUM_TOKENS = 64
 """Number of tokens of an answer."""
 NUM_RECEIVED = 23
@@ -87,7 +89,7 @@ class Compared:
         if self._made is None:
             tokenizer = Tokenizer.from_file(str(self.load("bfloat16").directory / "tokenizer.json"))
             return tuple(tokenizer.encode(TEXT).ids)
-        return tuple(random.Random(3).randrange(3, VOCAB_SIZE) for _ in range(50))
+        return tuple(random.Random(3).randrange(3, VOCAB_SIZE) for _ in range(NUM_PROMPT))
 
     @property
     def kernels(self) -> str:
@@ -266,10 +268,11 @@ def push(source: CachedRunner, table: list[int], node: TinyNode, granted: Grante
     sender = InMemoryConnector({granted.kv_address: node.parts.ingest.inbox}).connect(granted.kv_address, spec)
     slots = slots_of(table, num_tokens, source.block_size)
     for plane in planes:
+        tokens = range(spec.first_token(plane), num_tokens)
         for layer in range(plane.num_layers):
             layers = range(layer, layer + 1)
-            region = Region(plane.name, layers, range(num_tokens), range(plane.num_heads))
-            sender.put(region, source.cache.read(plane.name, layers, slots).data)
+            region = Region(plane.name, layers, tokens, range(plane.num_heads))
+            sender.put(region, source.cache.read(plane.name, layers, slots[tokens.start :]).data)
     sender.commit()
 
 

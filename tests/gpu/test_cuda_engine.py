@@ -145,7 +145,7 @@ def test_what_cannot_be_captured_leaves_the_gpu_as_it_was(wait):
 
     def captured(forward):
         graphs = StepGraphs(
-            GraphShapes(4), device=device, scratch_block=8, block_size=4, capture=cuda_graphs(device)
+            GraphShapes(4), device=device, scratch_blocks=(8,), block_size=4, capture=cuda_graphs(device)
         )  # fmt: skip
         graphs.capture_all(forward)
         return graphs

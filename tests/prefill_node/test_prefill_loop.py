@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 
-from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.kv_cache.planes import LayerGroup, PlaneSpec
 from outrider.errors import AbortedError, PeerLostError
 from outrider.prefill import PrefillFigures
 from prefill_node.jobs import CancelJob, Stop
@@ -273,10 +274,14 @@ def groups_of(groups, *, num_tokens):
     return [group for group in ends if group is not None]
 
 
+def cache_of(planes):
+    return SimpleNamespace(planes=planes, layer_groups=(LayerGroup(tuple(range(planes[0].num_layers))),))
+
+
 def test_layers_are_grouped_until_they_fill_a_frame():
     features = PlaneSpec("feature-0", 1, 1, 4096, "float32")
     planes = (PlaneSpec("k", 30, 3, 64, "float32"), PlaneSpec("v", 30, 3, 64, "float32"), features)
-    groups = LayerGroups.of(planes, frame_bytes=2 << 20)
+    groups = LayerGroups.of(cache_of(planes), frame_bytes=2 << 20)
     assert groups_of(groups, num_tokens=512) == [range(first, first + 5) for first in range(0, 30, 5)]
     assert groups_of(LayerGroups(num_layers=5, tokens_per_frame=1), num_tokens=8) == [range(n, n + 1) for n in range(5)]
     assert groups_of(LayerGroups(num_layers=9, tokens_per_frame=16), num_tokens=8)[-1] == range(8, 9)
@@ -285,7 +290,7 @@ def test_layers_are_grouped_until_they_fill_a_frame():
 def test_a_short_prompt_leaves_in_few_frames():
     """The plane is that of Llama-3.1-8B: 32 layers, 8 heads of 128 in bfloat16. A chunk may have 4096 rows."""
     plane = PlaneSpec("k", 32, 8, 128, "bfloat16")
-    groups = LayerGroups.of((plane,), frame_bytes=2 << 20)
+    groups = LayerGroups.of(cache_of((plane,)), frame_bytes=2 << 20)
     assert len(groups_of(groups, num_tokens=4096)) == 32
     assert len(groups_of(groups, num_tokens=200)) == 7
     assert groups_of(groups, num_tokens=10) == [range(32)]

@@ -28,6 +28,7 @@ class CachedRunner:
             block_size=block_size,
             num_scratch_blocks=1,
             kernels=model.cpu_kernels,
+            layer_groups=model.spec.layer_groups,
         )
         attention = attention or make_attention_backend("auto", model.device)
         self.runner = make_runner(model, self.cache, attention, **options)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.kv_cache.planes import LayerGroup, PlaneSpec
 from outrider.errors import InternalError
 
 _UNWRITTEN = -1
@@ -27,6 +27,7 @@ class ScriptedKVCache:
         self.block_size = block_size
         self.num_layers = num_layers
         self._features = features
+        self.layer_groups = (LayerGroup(tuple(range(num_layers))),)
         keys_and_values = (PlaneSpec(name, num_layers, 1, 1, "float32") for name in ("k", "v"))
         self.planes = (*keys_and_values, *(() if features is None else (features,)))
         # Each is [num_layers, num_slots] int32: four bytes per token and layer, as the planes specify.

@@ -41,8 +41,8 @@ class AttentionBackend(Protocol):
         """
         return batch
 
-    def prepare(self, batch: InputBatch) -> Any:
-        """Returns what all layers of one forward share (indices, masks), which `attend` takes as `plan`.
+    def prepare(self, batch: InputBatch, group: int = 0) -> Any:
+        """Returns what all layers of a group share in one forward (indices, masks), which `attend` takes as `plan`.
 
         A batch without a plan is planned first. That makes a copy of the batch, whose fields are uploaded separately.
         """

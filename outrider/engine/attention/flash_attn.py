@@ -66,15 +66,15 @@ class FlashAttention(AttentionBackend):
         """Plans with the backend `steps`, which may have to compute some layers of any batch."""
         return self._steps.plan(batch)
 
-    def prepare(self, batch: InputBatch) -> Any:
+    def prepare(self, batch: InputBatch, group: int = 0) -> Any:
         """Returns this backend's plan for a batch of long prompt chunks, or the plan of `steps` for other batches."""
-        steps_plan = self._steps.prepare(batch)
+        steps_plan = self._steps.prepare(batch, group)
         arrays = batch.arrays
         if batch.is_padded or batch.has_trees or batch.num_rows < MIN_ROWS * batch.num_seqs:
             return steps_plan
         if sum(arrays.seq_lens) > max(MAX_GATHERED_KEYS, *arrays.seq_lens):
             return steps_plan
-        slots = [batch.context_slots(sequence, length) for sequence, length in enumerate(arrays.seq_lens)]
+        slots = [batch.context_slots(sequence, length, group) for sequence, length in enumerate(arrays.seq_lens)]
         ends = np.fromiter(accumulate(arrays.seq_lens, initial=0), dtype=np.int32)
         return _Plan(
             query_start_loc=batch.on(self._device).query_start_loc,

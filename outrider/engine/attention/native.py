@@ -38,9 +38,14 @@ class NativeAttention(AttentionBackend):
         self.kernels = kernels
         self._workspace = Workspace(kernels.library)
 
-    def prepare(self, batch: InputBatch) -> tuple[Structure, InputBatch]:
+    def prepare(self, batch: InputBatch, group: int = 0) -> tuple[Structure, InputBatch]:
         """Returns the batch in the kernel's format, and the batch itself, which owns the memory."""
-        return batch_struct(batch), batch
+        struct, arrays = batch_struct(batch), batch.arrays
+        struct.slots += group * batch.num_rows * arrays.slot_mapping.itemsize
+        struct.block_tables += group * batch.num_table_blocks * arrays.block_tables.itemsize
+        if batch.has_trees:
+            struct.path_slots += group * arrays.path_starts[-1] * arrays.path_slots.itemsize
+        return struct, batch
 
     def store(self, keys: Tensor, values: Tensor, key_cache: Panels, value_cache: Panels, slots: Tensor) -> None:
         """Writes rows [num_rows, num_kv_heads, head_dim] to slots [num_rows] int64 of a layer's panels."""

@@ -28,8 +28,9 @@ class _SequencePlan:
 class _Plan:
     """A batch's plans, made once for each window that a layer uses."""
 
-    def __init__(self, batch: InputBatch, device: torch.device) -> None:
+    def __init__(self, batch: InputBatch, device: torch.device, group: int) -> None:
         self._batch = batch
+        self._group = group
         self._device = device
         self._by_window: dict[int | None, list[_SequencePlan]] = {}
 
@@ -42,7 +43,9 @@ class _Plan:
 
     def _plan(self, sequence: int, first_row: int, end_row: int, window: int | None) -> _SequencePlan:
         arrays, num_rows, num_keys = self._batch.arrays, end_row - first_row, self._batch.arrays.seq_lens[sequence]
-        slots = self._batch.context_slots(sequence, num_keys)
+        slots = self._batch.context_slots(sequence, num_keys, self._group)
+        num_depths = len(arrays.path_slots) // self._batch.num_groups
+        path_slots = arrays.path_slots[self._group * num_depths :]
         positions, num_before = np.array(arrays.positions[first_row:end_row]), num_keys - num_rows
         key_positions = np.concatenate([np.arange(num_before), positions])
         distance = positions[:, None] - key_positions
@@ -52,7 +55,7 @@ class _Plan:
             drafts = [row for row, (start, end) in enumerate(paths) if start < end]
             keys = num_before + np.array(drafts, dtype=np.int64)
             for row in drafts:
-                seen[row, keys] = np.isin(slots[keys], arrays.path_slots[slice(*paths[row])])
+                seen[row, keys] = np.isin(slots[keys], path_slots[slice(*paths[row])])
         first_key = 0
         if window is not None:
             seen &= distance < window
@@ -77,9 +80,9 @@ class TorchSdpaAttention(AttentionBackend):
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
 
-    def prepare(self, batch: InputBatch) -> _Plan:
+    def prepare(self, batch: InputBatch, group: int = 0) -> _Plan:
         """Returns an empty plan. The part for a window is made when the first layer with that window needs it."""
-        return _Plan(batch, self._device)
+        return _Plan(batch, self._device, group)
 
     def attend(
         self,

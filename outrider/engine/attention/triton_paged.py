@@ -21,8 +21,8 @@ MAX_BLOCK_BYTES = 16 << 10
 64 KiB of keys and values are in shared memory."""
 
 
-_Plan = tuple[InputBatch, BatchFields[Tensor]]
-"""One forward's planned batch, and its fields on the device."""
+_Plan = tuple[InputBatch, BatchFields[Tensor], int]
+"""One forward's planned batch, its fields on the device, and the group of layers."""
 
 
 class TritonAttention(AttentionBackend):
@@ -57,9 +57,9 @@ class TritonAttention(AttentionBackend):
             return batch
         return batch.with_plan(self._lists.plan(batch))
 
-    def prepare(self, batch: InputBatch) -> _Plan:
+    def prepare(self, batch: InputBatch, group: int = 0) -> _Plan:
         batch = self.plan(batch)
-        return batch, batch.on(self._device)
+        return batch, batch.on(self._device), group
 
     def attend(
         self,
@@ -70,7 +70,7 @@ class TritonAttention(AttentionBackend):
         options: AttentionOptions,
     ) -> Tensor:
         """Returns [num_rows, num_heads, head_dim]."""
-        tile, (batch, fields) = self._tile, plan
+        tile, (batch, fields, group) = self._tile, plan
         _, num_heads, head_dim = query.shape
         num_kv_heads = key_cache.shape[2]
         assert (num_heads, num_kv_heads) == (self._num_heads, self._num_kv_heads), (
@@ -78,7 +78,7 @@ class TritonAttention(AttentionBackend):
         )
         padded_dim = max(16, 1 << (head_dim - 1).bit_length())
         keys_per_block = min(tile.keys, max(16, MAX_BLOCK_BYTES // (padded_dim * key_cache.element_size())))
-        num_items, _, num_rows, num_merged = batch.arrays.attention_plan[:HEADER_INTS]
+        num_items, _, num_rows, num_merged, _ = batch.arrays.attention_plan[:HEADER_INTS]
         if batch.is_padded:  # uses the largest counts of any batch of this shape
             num_items, num_merged = self._lists.max_items(num_rows), num_rows
         num_partials = num_merged and self._lists.max_partials
@@ -94,11 +94,12 @@ class TritonAttention(AttentionBackend):
         with torch.cuda.device_of(query):  # triton launches on the current device
             attend[(min(num_items * self._lists.head_groups, self._num_programs),)](
                 query, key_cache, value_cache, output, values, largest, totals, fields.positions, fields.block_tables,
-                fields.path_starts, fields.path_slots, fields.attention_plan,
+                fields.path_starts, batch.paths_on(self._device, group), fields.attention_plan,
                 options.scaling, options.softcap or 0.0, window,
                 HEADS_PER_KV=heads_per_kv, HEADS_PER_TILE=min(heads_per_kv, tile.lines), NUM_KV_HEADS=num_kv_heads,
                 HEAD=head_dim, HEAD_DIM=padded_dim, BLOCK_SIZE=batch.block_size, LINES=tile.lines,
                 KEYS=keys_per_block, **splits, HAS_SOFTCAP=options.softcap is not None, HAS_PATHS=batch.has_trees,
+                GROUP=group,
                 num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False,
             )  # fmt: skip
             if num_merged:

@@ -100,10 +100,11 @@ class NativeStep(ModelRunner):
         self._layers = range(struct.num_layers) if stage is None else stage.layers
         self._is_last = stage is None or stage.is_last
         pointers, earlier = ctypes.c_void_p * struct.num_layers, [0] * self._layers.start
-        if isinstance(kv_cache.keys, tuple):  # tensors for torch
+        if not isinstance(kv_cache.keys[0], np.ndarray):  # tensors for torch
             raise InternalError("a native decoder needs a KV cache that was made for its kernels")
         self._keys = pointers(*earlier, *(keys.ctypes.data for keys in kv_cache.keys))
         self._values = pointers(*earlier, *(values.ctypes.data for values in kv_cache.values))
+        self._group_of = (ctypes.c_int32 * struct.num_layers)(*earlier, *kv_cache.group_of)
         self._features = self._reduction = None
         if features is not None:
             if not isinstance(features, PackedReduction):
@@ -128,6 +129,8 @@ class NativeStep(ModelRunner):
         returns them: [num_rows, state_bytes] uint8.
         """
         struct = batch_struct(batch)
+        if batch.num_groups > 1:
+            struct.group_of = ctypes.addressof(self._group_of)
         if batch.adapters:
             adapters = addresses_of_rows(batch)
             struct.adapters = _address(adapters)
@@ -188,14 +191,17 @@ class NativeStep(ModelRunner):
 
 
 def batch_struct(batch: InputBatch) -> ctypes.Structure:
-    """Returns an OutriderBatch that points to the batch's memory; the caller must keep the batch alive."""
+    """Returns an OutriderBatch that points to the batch's memory; the caller must keep the batch alive.
+
+    Its slots, paths and block tables are those of the first group of layers, which those of other groups follow.
+    """
     arrays, struct = batch.arrays, structures.OutriderBatch()
     rows = arrays.token_ids, arrays.positions, arrays.slot_mapping
     sequences = arrays.query_start_loc, arrays.seq_lens, arrays.table_starts, arrays.block_tables, arrays.logits_rows
     addresses = [values.buffer_info()[0] for values in (*rows, *sequences)]
     trees = (_address(arrays.path_starts), _address(arrays.path_slots)) if batch.has_trees else (0, 0)
     sizes = len(arrays.token_ids), len(arrays.logits_rows), len(arrays.seq_lens), batch.block_size
-    _BATCH.pack_into(struct, 0, *sizes, *addresses, *trees, 0, 0)
+    _BATCH.pack_into(struct, 0, *sizes, *addresses, *trees, 0, 0, 0)
     return struct
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.engine.cpu_kernels.decoder_weights import DecoderShape
 from outrider.engine.cpu_kernels.library import ElementType
-from outrider.engine.model_spec import ModelSpec
+from outrider.engine.model_spec import ModelSpec, windows_of
 from outrider.engine.scaled_rotations import Rotation, make_rotation, rope_parameters
 from outrider.errors import ModelError
 
@@ -152,6 +152,7 @@ class DecoderOptions:
             max_model_len=max_model_len,
             dtype=dtype,
             is_extended=is_extended,
+            windows=windows_of(shape.sliding_windows, max_model_len),
         )
 
 

@@ -68,6 +68,6 @@ class PanelPlane:
             self._plane.num_heads,
             self._plane.head_dim,
             self._type,
-            self._plane.name == "v",
+            self._plane.is_values,
         )
         function(struct, heads.start, len(heads), slots.ctypes.data, slots.size, rows.ctypes.data)

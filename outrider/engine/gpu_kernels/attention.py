@@ -114,7 +114,7 @@ def attend(
     split_largest,  # [partials, num_heads] float32
     split_totals,  # same
     positions,  # [num_rows] int64
-    block_tables,  # int32, the tables of all sequences, concatenated
+    block_tables,  # int32, the tables of all sequences, concatenated, group by group
     path_starts,  # [num_rows + 1] int64, into path_slots; used if HAS_PATHS
     path_slots,  # [sum of depths] int64: slots of the drafts on each row's path
     plan,  # [ints] int32, see work_list.py
@@ -134,6 +134,7 @@ def attend(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_PATHS: tl.constexpr,
+    GROUP: tl.constexpr,  # the group of layers whose block tables are used
 ):
     """Computes attention. Grid: any number of programs, which divide all (item, KV head, head group) among them."""
     ROWS: tl.constexpr = LINES // HEADS_PER_TILE
@@ -142,6 +143,8 @@ def attend(
     lines = tl.arange(0, LINES)
     dims = tl.arange(0, HEAD_DIM)
     is_dim = dims < HEAD
+    if GROUP > 0:
+        block_tables += GROUP * tl.load(plan + 4)
 
     for unit in range(tl.program_id(0), tl.load(plan) * (NUM_KV_HEADS * GROUPS), tl.num_programs(0)):
         kv_head = unit % (NUM_KV_HEADS * GROUPS) // GROUPS

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from outrider.engine.input_batch import InputBatch
 
-HEADER_INTS = 4
-"""Integers at the start of a plan: the number of items, the offset of the rows' partials, the number of rows, and the
-number of rows to merge."""
+HEADER_INTS = 5
+"""Integers at the start of a plan: the number of items, the offset of the rows' partials, the number of rows, the
+number of rows to merge, and the number of entries in the block tables of one group of layers."""
 ITEM_INTS = 7
 """Integers of an item: first row, number of rows, start of the block table, first split, end split, first partial or
 -1, and partials per row."""
@@ -111,7 +111,13 @@ class WorkLists:
 
         tiles, places = _runs(num_rows)  # per row
         partials = np.where(is_cut[tiles], first_partials[tiles] + places * num_splits[tiles], -1).astype(np.int32)
-        header = (len(listed), HEADER_INTS + items.size, batch.num_rows, int((partials >= 0).sum()))
+        header = (
+            len(listed),
+            HEADER_INTS + items.size,
+            batch.num_rows,
+            int((partials >= 0).sum()),
+            batch.num_table_blocks,
+        )
         return array("i", header) + array("i", items.tobytes() + partials.tobytes())
 
     def split_of(self, positions: _Numbers) -> _Numbers:

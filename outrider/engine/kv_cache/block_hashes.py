@@ -29,6 +29,10 @@ class BlockHashes:
     def __len__(self) -> int:
         return len(self._hashes)
 
+    def __getitem__(self, blocks: slice) -> list[bytes]:
+        """Returns the hashes of some of the blocks."""
+        return self._hashes[blocks]
+
     def append(self, token_ids: Sequence[int]) -> bytes:
         """Appends and returns the next block's hash. `token_ids`: the whole sequence; only the block is read."""
         start = len(self._hashes) * self._block_size

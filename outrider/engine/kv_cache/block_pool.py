@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from outrider.engine.kv_cache.block_hashes import BlockHashes
+from outrider.engine.kv_cache.planes import KEPT_TOKENS, first_kept_token
 from outrider.errors import CapacityError
 
 
@@ -26,11 +27,23 @@ class BlockPool:
     A block enters the prefix cache only through `register`, once its tokens are committed and its KV is complete
     (`SequenceKV.publish`). Not thread-safe: the engine thread owns it. Vocabulary and policy follow vLLM v1's block
     pool.
+
+    A pool has the blocks of one group of layers (see `LayerGroup`). The pool of the layers without a window also has
+    those of the others, `windows`.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, hash_seed: bytes, enable_prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        hash_seed: bytes,
+        enable_prefix_cache: bool = True,
+        windows: Sequence[WindowPool] = (),
+    ) -> None:
         assert num_blocks >= 1
         assert block_size >= 1
+        self.windows = tuple(windows)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
@@ -46,6 +59,11 @@ class BlockPool:
     def num_free_blocks(self) -> int:
         """The number of free and evictable blocks."""
         return len(self._free) + len(self._evictable)
+
+    @property
+    def free_by_group(self) -> tuple[int, ...]:
+        """`num_free_blocks` of this pool and of each of `windows`."""
+        return (self.num_free_blocks, *[pool.num_free_blocks for pool in self.windows])
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Returns the number of blocks needed to hold `num_tokens` tokens."""
@@ -117,9 +135,7 @@ class BlockPool:
             if block_id is None:
                 chain.truncate(len(matched))
                 break
-            if self._ref_counts[block_id] == 0:
-                del self._evictable[block_id]
-            self._ref_counts[block_id] += 1
+            self._take_published(block_id)
             matched.append(block_id)
         return matched
 
@@ -136,6 +152,11 @@ class BlockPool:
         assert self._ref_counts[block_id] > 0, f"block {block_id} is not in use"
         self._forget_hash(block_id)
 
+    def _take_published(self, block_id: int) -> None:
+        if self._ref_counts[block_id] == 0:
+            del self._evictable[block_id]
+        self._ref_counts[block_id] += 1
+
     def _take_one(self) -> int:
         if self._free:
             block_id = self._free.pop()
@@ -150,3 +171,78 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hash_of[block_id] = None
+
+
+class WindowPool(BlockPool):
+    """The blocks of a group of layers with a sliding window. A sequence holds only those of its newest tokens.
+
+    A sequence exchanges the blocks behind its window for new ones as it grows (see `WindowTable`). That must not fail,
+    even if the blocks that it gives up are shared and so do not become free. So a shared block counts as often as it is
+    used: `num_free_blocks` is the number of blocks minus the number of references.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int,
+        max_step_tokens: int,
+        first_block: int,
+        num_blocks: int,
+        block_size: int,
+        hash_seed: bytes,
+        enable_prefix_cache: bool = True,
+    ) -> None:
+        """`max_step_tokens`: maximum number of a sequence's tokens in a step. `first_block`: number of block 0 of this
+        pool where the blocks of all groups are numbered together, as in copies.
+
+        The pool must have at least `max_held_blocks` blocks, so that one sequence can run.
+        """
+        super().__init__(
+            num_blocks=num_blocks, block_size=block_size, hash_seed=hash_seed, enable_prefix_cache=enable_prefix_cache
+        )
+        self.window = window
+        self.max_step_tokens = max_step_tokens
+        self.first_block = first_block
+        self.max_held_blocks = max_held_blocks(window, max_step_tokens, block_size)
+        self._num_references = 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        """The number of blocks that may be allocated."""
+        return max(self.num_blocks - self._num_references, 0)
+
+    def first_kept(self, num_tokens: int) -> int:
+        """Returns the index of the first block that a sequence of `num_tokens` valid tokens keeps."""
+        return first_kept_token(num_tokens, self.window) // self.block_size
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        block_ids = super().allocate(num_blocks)
+        self._num_references += num_blocks
+        return block_ids
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        block_ids = tuple(block_ids)
+        super().acquire(block_ids)
+        self._num_references += len(block_ids)
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        block_ids = tuple(block_ids)
+        super().release(block_ids)
+        self._num_references -= len(block_ids)
+
+    def is_published(self, block_hash: bytes) -> bool:
+        """Returns whether the prefix cache has the block with this content."""
+        return block_hash in self._block_of
+
+    def take_published(self, block_hashes: Sequence[bytes]) -> list[int]:
+        """Returns the published blocks with these hashes, and adds a reference to each."""
+        block_ids = [self._block_of[block_hash] for block_hash in block_hashes]
+        for block_id in block_ids:
+            self._take_published(block_id)
+        self._num_references += len(block_ids)
+        return block_ids
+
+
+def max_held_blocks(window: int, max_step_tokens: int, block_size: int) -> int:
+    """Returns the maximum number of blocks that a sequence holds of a WindowPool."""
+    return -(-(window + KEPT_TOKENS + max_step_tokens) // block_size)

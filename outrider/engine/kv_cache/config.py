@@ -25,11 +25,19 @@ class KVCacheConfig:
     prefix_cache: bool = setting(
         True, help="Whether full blocks of finished sequences are kept for prompts with the same beginning."
     )
+    window_share: float = setting(
+        0.4,
+        help="Blocks of the layers with a sliding window, as a share of the blocks of the other layers. A sequence "
+        "holds only the last window of the former, so with many long sequences less is enough. More keeps more "
+        "prefixes of prompts.",
+    )
     num_blocks: int | None = fixed(None)  # overrides `memory`
     block_size: int = fixed(16)  # tokens; small, to waste few slots at a sequence's end and share short prefixes
 
     def __post_init__(self) -> None:
         _ = self.size
+        if not 0 < self.window_share <= 1:
+            raise ValueError(f"window_share must be above 0 and at most 1, not {self.window_share}")
 
     @property
     def size(self) -> tuple[int | None, float | None]:

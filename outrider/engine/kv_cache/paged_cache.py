@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outrider.engine.kv_cache.base import Bytes, CachePlane, PlaneMaker, Slots, slots_of_blocks
-from outrider.engine.kv_cache.planes import PlaneSpec, find_plane
+from outrider.engine.kv_cache.planes import LayerGroup, PlaneSpec, find_plane
 from outrider.errors import InternalError
 
 if TYPE_CHECKING:
@@ -34,10 +34,18 @@ class PagedKVCache:
         device: str = "cpu",
         num_scratch_blocks: int = 0,
         kernels: PlaneMaker | None = None,
+        layer_groups: Sequence[LayerGroup] = (),
+        window_blocks: Sequence[int] | None = None,
     ) -> None:
         """`device`: torch's name of the device, such as "cuda:0".
 
-        `num_scratch_blocks`: number of additional blocks, numbered after the others, for rows that pad a batch.
+        `num_blocks`: number of blocks of the layers without a window. `window_blocks`: of those of each window; None:
+        as many, and a sequence has one block table for all layers.
+
+        `layer_groups`: the groups of layers, as in ModelSpec; by default one.
+
+        `num_scratch_blocks`: number of additional blocks in each group, numbered after its others, for rows that pad a
+        batch.
 
         `kernels`: the CPU kernels that attend over the cache and determine its layout; None if torch or a GPU attends.
         """
@@ -45,7 +53,19 @@ class PagedKVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self.scratch_blocks = range(num_blocks, num_blocks + num_scratch_blocks)
+        self.layer_groups = tuple(layer_groups) or (LayerGroup(tuple(range(find_plane(planes, "k").num_layers))),)
+        for group in self.layer_groups:
+            sizes = {plane.num_layers for plane in planes if plane.name in group.plane_names}
+            assert sizes == ({len(group.layers)} if group.layers else set()), "the groups are those of the planes"
+        windows = self.layer_groups[1:]
+        self.window_blocks = (num_blocks,) * len(windows) if window_blocks is None else tuple(window_blocks)
+        self.num_tables = 1 if window_blocks is None else len(self.layer_groups)  # block tables of a sequence
+        self.scratch_blocks: tuple[int, ...] = ()
+        """The first scratch block of each block table's group."""
+        if num_scratch_blocks:
+            self.scratch_blocks = (num_blocks, *self.window_blocks)[: self.num_tables]
+        by_window = {group.window: num for group, num in zip(windows, self.window_blocks, strict=True)}
+        self._num_blocks = {plane.name: by_window.get(plane.window, num_blocks) for plane in planes}
         self.copies: CopyStream | None = None  # on a GPU only
         if kernels is None:
             from outrider.engine.kv_cache.tensor_planes import TensorMemory  # imports torch
@@ -53,10 +73,23 @@ class PagedKVCache:
             kernels = tensors = TensorMemory(device)
             self.copies = tensors.copies
         self._planes: dict[str, CachePlane] = {
-            plane.name: kernels.make_plane(plane, num_blocks=self.scratch_blocks.stop, block_size=block_size)
+            plane.name: kernels.make_plane(
+                plane, num_blocks=self._num_blocks[plane.name] + num_scratch_blocks, block_size=block_size
+            )
             for plane in planes
         }
-        self.keys, self.values = (self._planes[name].layers for name in ("k", "v"))
+        self.group_of = _by_layer({layer: at for at, group in enumerate(self.layer_groups) for layer in group.layers})
+        self.keys, self.values = (
+            _by_layer(
+                {
+                    layer: each
+                    for group in self.layer_groups
+                    if group.layers
+                    for layer, each in zip(group.layers, self._planes[group.plane_names[side]].layers, strict=True)
+                }
+            )
+            for side in range(2)
+        )
 
     def layers(self, plane: str) -> Any:
         """Returns a plane's layers, by number: tensors [num_blocks, block_size, heads, dim].
@@ -74,11 +107,20 @@ class PagedKVCache:
         self.move_slots(slots_of_blocks(pairs, self.block_size))
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies single slots, given as (source, destination), in all layers and planes. All sources are read first."""
-        if pairs:
-            moves = np.array(pairs, dtype=np.int64).T
-            for plane in self._planes.values():
-                plane.move_slots(moves)
+        """Copies single slots, given as (source, destination), in all layers and planes. All sources are read first.
+
+        The slots of all groups of layers are numbered together: those of a window after those of the group before.
+        """
+        if not pairs:
+            return
+        moves, first = np.array(pairs, dtype=np.int64).T, 0
+        for group, num_blocks in zip(self.layer_groups, (self.num_blocks, *self.window_blocks), strict=True):
+            num_slots = num_blocks * self.block_size
+            own = moves[:, (first <= moves[0]) & (moves[0] < first + num_slots)] - first
+            for spec in self.planes if own.size else ():
+                if spec.window == group.window:
+                    self._planes[spec.name].move_slots(own)
+            first += num_slots
 
     def fence(self) -> Any:
         """Returns a marker of the work queued so far, for `read` and `write`; None on a CPU, which queues no work."""
@@ -139,6 +181,12 @@ class PagedKVCache:
         spec = find_plane(self.planes, plane)
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= spec.num_layers:
             raise InternalError(f"{layers} is outside the {spec.num_layers} layers of plane {plane}")
-        if slots.size and not 0 <= slots.min() <= slots.max() < self.num_blocks * self.block_size:
-            raise InternalError(f"some slots are outside the cache of {self.num_blocks} blocks of {self.block_size}")
+        num_blocks = self._num_blocks[plane]
+        if slots.size and not 0 <= slots.min() <= slots.max() < num_blocks * self.block_size:
+            raise InternalError(f"some slots are outside the cache of {num_blocks} blocks of {self.block_size}")
         return spec.checked_heads(heads)
+
+
+def _by_layer(values: dict[int, Any]) -> list[Any]:
+    """Returns the values in the order of layers."""
+    return [values[layer] for layer in sorted(values)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,9 @@ from outrider.errors import InternalError
 from outrider.node import DTYPE_BYTES
 
 FEATURE_PLANE_PREFIX = "feature-"
+KEPT_TOKENS = 64
+"""The tokens that a sequence keeps of a sliding window begin at a multiple of this number. So nodes whose blocks have
+different sizes, which divide it, keep and send the same tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,7 @@ class PlaneSpec:
     num_heads: int
     head_dim: int
     dtype: str  # a key of DTYPE_BYTES
+    window: int = 0  # rows see at most this number of tokens, their own included; 0: all tokens before them
 
     @property
     def is_feature(self) -> bool:
@@ -27,6 +32,11 @@ class PlaneSpec:
         of a forward, whereas the layers of other planes are written one after another.
         """
         return self.name.startswith(FEATURE_PLANE_PREFIX)
+
+    @property
+    def is_values(self) -> bool:
+        """Whether it stores values, not keys or features."""
+        return self.name.startswith("v")
 
     @property
     def bytes_per_head(self) -> int:
@@ -49,6 +59,36 @@ class PlaneSpec:
         if heads.step != 1 or not 0 <= heads.start < heads.stop <= self.num_heads:
             raise InternalError(f"{heads} is outside the {self.num_heads} heads of plane {self.name}")
         return heads
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose keys and values are stored in the same blocks: a block has the same number in all of them.
+
+    A model has a group for the layers that see all tokens, which may be empty, and one for each sliding window.
+    """
+
+    layers: tuple[int, ...]  # of the model, ascending; layer i of the group's planes is layers[i]
+    window: int = 0  # as in PlaneSpec
+
+    @property
+    def plane_names(self) -> tuple[str, str]:
+        """The names of the planes of keys and of values."""
+        suffix = f"-{self.window}" if self.window else ""
+        return f"k{suffix}", f"v{suffix}"
+
+    def places(self, layers: range) -> range:
+        """Returns which layers of the group's planes are the given layers of the model."""
+        return range(bisect_left(self.layers, layers.start), bisect_left(self.layers, layers.stop))
+
+
+def first_kept_token(num_tokens: int, window: int) -> int:
+    """Returns the first token that a sequence of `num_tokens` valid tokens keeps for the layers with this window.
+
+    That is one token more than the next row sees, since the last token may be computed again, and up to KEPT_TOKENS
+    more. Without a window (0), it keeps all tokens.
+    """
+    return max(num_tokens - window, 0) // KEPT_TOKENS * KEPT_TOKENS if window else 0
 
 
 def find_plane(planes: Sequence[PlaneSpec], name: str) -> PlaneSpec:

@@ -6,7 +6,8 @@ from array import array
 from collections.abc import Sequence
 
 from outrider.engine.kv_cache.block_hashes import BlockHashes
-from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
+from outrider.engine.kv_cache.window_table import WindowTable, longest_match
 
 
 class SequenceKV:
@@ -15,6 +16,8 @@ class SequenceKV:
     Token t is in slot block_ids[t // block_size] * block_size + t % block_size. `block_ids` are the reserved blocks;
     the KV of the first `num_tokens` tokens is valid. A step calls `reserve`, writes KV, then calls `advance` or
     `truncate`. Only blocks with valid tokens are ever shared.
+
+    Layers with a sliding window have tables of their own in `windows`, with the blocks of the newest tokens only.
     """
 
     __slots__ = (
@@ -27,6 +30,7 @@ class SequenceKV:
         "is_copying",
         "num_cached_tokens",
         "num_tokens",
+        "windows",
     )
 
     def __init__(self, pool: BlockPool, *, cache_salt: bytes = b"") -> None:
@@ -41,6 +45,7 @@ class SequenceKV:
         self.is_copying = False  # whether the copy of a block in the table may not be queued yet
         self.num_tokens = 0
         self.num_cached_tokens = 0  # number of tokens taken from the prefix cache at creation
+        self.windows = tuple(WindowTable(each) for each in pool.windows)
         self._table = array("i")  # the part of block_ids that `block_table` has converted so far
 
     @classmethod
@@ -50,6 +55,8 @@ class SequenceKV:
         """Makes a table that holds the cached prefix of `token_ids`, at most `max_cached_tokens` tokens."""
         kv = cls(pool, cache_salt=cache_salt)
         kv.block_ids = pool.match_prefix(token_ids, max_tokens=max_cached_tokens, hashes=kv._hashes)
+        if kv.windows and kv.block_ids:
+            kv._match_windows()
         kv.num_tokens = kv.num_cached_tokens = len(kv.block_ids) * pool.block_size
         return kv
 
@@ -68,14 +75,29 @@ class SequenceKV:
         """Returns the slot of the token at position `place`; in a draft tree, of the row stored there."""
         return self.block_ids[place // self._block_size] * self._block_size + place % self._block_size
 
+    def slots_of_groups(self, place: int) -> list[int]:
+        """Returns `slot` for each group of layers. The slots of all groups are numbered together, as in
+        `WindowPool.first_block`.
+        """
+        index, offset = divmod(place, self._block_size)
+        blocks = [table.pool.first_block + table.block_ids[index] for table in self.windows]
+        return [block * self._block_size + offset for block in (self.block_ids[index], *blocks)]
+
+    def window_tables(self) -> list[array[int]]:
+        """Returns the block table of each sliding window, int32, not as a copy. See `block_table`."""
+        return [table.block_ids for table in self.windows]
+
     @property
     def capacity(self) -> int:
-        """The number of tokens that the reserved blocks can hold."""
-        return len(self.block_ids) * self._block_size
+        """The number of tokens up to which blocks are reserved in all groups."""
+        capacity = len(self.block_ids) * self._block_size
+        return min([capacity, *[table.end for table in self.windows]]) if self.windows else capacity
 
     def has_reserved(self, num_tokens: int) -> bool:
         """Returns True only if `reserve(num_tokens)` would do nothing. On False, `reserve` may still do nothing."""
-        return self._owns_tail and num_tokens <= len(self.block_ids) * self._block_size
+        if not self._owns_tail or num_tokens > len(self.block_ids) * self._block_size:
+            return False
+        return not self.windows or all(table.covers(self.num_tokens, num_tokens) for table in self.windows)
 
     def num_blocks_needed(self, num_tokens: int) -> int:
         """Returns how many blocks `reserve(num_tokens)` would allocate, including the copy of a shared block."""
@@ -83,14 +105,55 @@ class SequenceKV:
         index, offset = divmod(self.num_tokens, self._block_size)
         return new + (num_tokens > self.num_tokens and offset > 0 and self._pool.is_shared(self.block_ids[index]))
 
-    def reserve(self, num_tokens: int) -> list[tuple[int, int]]:
+    def fits(self, num_tokens: int, *, kept_back: int = 0, arriving: int = 0) -> bool:
+        """Returns whether `reserve` with these arguments would succeed and leave `kept_back` free blocks."""
+        if self.num_blocks_needed(num_tokens) + kept_back > self._pool.num_free_blocks:
+            return False
+        return self._windows_fit(num_tokens, arriving, kept_back)
+
+    def max_reserved(self, num_tokens: int) -> int:
+        """Returns the largest number of tokens, at most `num_tokens`, for which `reserve` would succeed if it need not
+        copy a block.
+        """
+        size = self._block_size
+        most = min(num_tokens, (len(self.block_ids) + self._pool.num_free_blocks) * size)
+        for table in self.windows:
+            spare = table.pool.num_free_blocks - table.num_needed(self.num_tokens, self.num_tokens)
+            most = min(most, max(-(-self.num_tokens // size) * size, table.end) + spare * size)
+        return most
+
+    def reserve(self, num_tokens: int, *, arriving: int = 0) -> list[tuple[int, int]]:
         """Reserves blocks to write the KV of tokens [self.num_tokens, num_tokens).
+
+        For a sliding window it reserves only as many as one step writes; call it again for the next step. If the first
+        `arriving` tokens arrive from elsewhere, it reserves the blocks for these that a sequence keeps, whether or not
+        the window of the tokens that are valid now is lost.
 
         Returns the (source, destination) blocks to copy before these writes: a shared partial block is replaced by a
         copy (copy-on-write).
 
         Raises: NoFreeBlocksError, with nothing changed, if the pool has too few blocks.
         """
+        if not self.windows:
+            return self._reserve(num_tokens)
+        if not self._windows_fit(num_tokens, arriving):
+            raise NoFreeBlocksError("too few KV blocks of layers with a sliding window are free")
+        copies = self._reserve(num_tokens)
+        for table in self.windows:
+            if arriving > self.num_tokens:
+                table.expect(arriving)
+            else:
+                copies = copies + table.reserve(self.num_tokens, num_tokens)
+        return copies
+
+    def _windows_fit(self, num_tokens: int, arriving: int, kept_back: int = 0) -> bool:
+        num_valid, end = (arriving, arriving) if arriving > self.num_tokens else (self.num_tokens, num_tokens)
+        return all(
+            table.num_needed(num_valid, end) <= max(table.pool.num_free_blocks - kept_back, 0) for table in self.windows
+        )
+
+    def _reserve(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Does what `reserve` does, for the layers without a window."""
         pool = self._pool
         num_new = -(-num_tokens // self._block_size) - len(self.block_ids)
         if not self._owns_tail and num_tokens > self.num_tokens:
@@ -121,8 +184,11 @@ class SequenceKV:
     def truncate(self, num_tokens: int) -> None:
         """Makes exactly tokens [0, num_tokens) valid, and frees whole blocks past them.
 
-        It rolls back those tokens of the last forward that verification rejects.
+        It rolls back those tokens of the last forward that verification rejects. If it rolls back further, the blocks
+        that the next row sees through a sliding window may be gone; then no token remains valid.
         """
+        if self.windows and not all(table.sees_all(num_tokens) for table in self.windows):
+            num_tokens = self.num_cached_tokens = 0
         capacity = len(self.block_ids) * self._block_size
         assert 0 <= num_tokens <= capacity
         if num_tokens < self.num_tokens:
@@ -141,6 +207,8 @@ class SequenceKV:
             self._pool.release(reversed(self.block_ids[num_kept:]))
             del self.block_ids[num_kept:]
             del self._table[num_kept:]
+        for table in self.windows:
+            table.release_beyond(num_tokens)
 
     @property
     def has_unpublished_blocks(self) -> bool:
@@ -157,7 +225,10 @@ class SequenceKV:
         hashes = self._hashes
         num_full = min(self.num_tokens, len(token_ids)) // self._block_size
         for index in range(len(hashes), num_full):
-            self._pool.register(self.block_ids[index], hashes.append(token_ids))
+            block_hash = hashes.append(token_ids)
+            self._pool.register(self.block_ids[index], block_hash)
+            for table in self.windows:
+                table.publish(index, block_hash)
 
     def fork(self) -> SequenceKV:
         """Returns a second table over the same valid tokens. The first writer to a shared partial block copies it."""
@@ -168,6 +239,7 @@ class SequenceKV:
         other.num_tokens = self.num_tokens
         other.num_cached_tokens = self.num_cached_tokens
         self._pool.acquire(other.block_ids)
+        other.windows = tuple(table.fork(self.num_tokens) for table in self.windows)
         return other
 
     def free(self) -> None:
@@ -176,3 +248,16 @@ class SequenceKV:
         self._owns_tail = False
         self._hashes.truncate(0)
         self.release_beyond(0)
+        for table in self.windows:
+            table.free()
+
+    def _match_windows(self) -> None:
+        """Shortens the prefix taken from the cache to what the tables of sliding windows can take, too."""
+        num_blocks = longest_match(self.windows, self._hashes)
+        if not all(table.match(self._hashes, num_blocks) for table in self.windows):
+            num_blocks = 0
+            for table in self.windows:
+                table.free()
+        self._pool.release(reversed(self.block_ids[num_blocks:]))
+        del self.block_ids[num_blocks:]
+        self._hashes.truncate(num_blocks)

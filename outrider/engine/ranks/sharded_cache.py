@@ -17,6 +17,7 @@ from outrider.errors import InternalError
 
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.tensor_planes import Fence
+    from outrider.engine.model_spec import ModelSpec
 
 
 def split_heads(num_heads: int, num_ranks: int) -> tuple[range, ...]:
@@ -72,36 +73,40 @@ class ShardedKVCache:
     that rank 0 has finished. So reads and writes of that rank's KV wait until it has caught up with rank 0.
     """
 
-    def __init__(self, local: PagedKVCache, ranks: RankGroup, layers: Sequence[range] | None = None) -> None:
-        """`local`: rank 0's cache. `layers`: each rank's layers in a pipeline; None: ranks have heads of all layers."""
+    def __init__(
+        self, local: PagedKVCache, ranks: RankGroup, whole: ModelSpec | None = None, layers: Sequence[range] = ()
+    ) -> None:
+        """`local`: rank 0's cache. `whole`, `layers`: in a pipeline, the whole model and each rank's layers of it."""
         self.local = local
         self._ranks = ranks
         self._layers = layers
         self.num_blocks = local.num_blocks
+        self.window_blocks = local.window_blocks
+        self.layer_groups = local.layer_groups if whole is None else whole.layer_groups
         self.block_size = local.block_size
         self.device = local.device
         self.copies = None  # None, because other ranks' frames pass through main memory
-        self.planes = tuple(plane if plane.is_feature else self._whole(plane) for plane in local.planes)
-
-    def _whole(self, plane: PlaneSpec) -> PlaneSpec:
-        if self._layers is None:
-            return replace(plane, num_heads=plane.num_heads * self._ranks.size)
-        return replace(plane, num_layers=sum(map(len, self._layers)))
+        self.planes = tuple(
+            plane if plane.is_feature else replace(plane, num_heads=plane.num_heads * ranks.size)
+            for plane in local.planes
+        )
+        if whole is not None:
+            self.planes = whole.planes
 
     def head_ranges(self, plane: str) -> tuple[range, ...]:
         """Returns the heads that are in different ranks, in order."""
         spec = find_plane(self.planes, plane)
-        return split_heads(spec.num_heads, 1 if spec.is_feature or self._layers is not None else self._ranks.size)
+        return split_heads(spec.num_heads, 1 if spec.is_feature or self._layers else self._ranks.size)
 
     def _shares(self, plane: PlaneSpec, layers: range, heads: range) -> Iterator[Share]:
         """Raises: InternalError if the layers are out of range."""
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= plane.num_layers:
             raise InternalError(f"{layers} is outside the {plane.num_layers} layers of plane {plane.name}")
         by_rank = self.head_ranges(plane.name)
-        if plane.is_feature or self._layers is None:
-            held = [(range(plane.num_layers), own) for own in by_rank]
-        else:
-            held = [(own, by_rank[0]) for own in self._layers]
+        held = [(range(plane.num_layers), own) for own in by_rank]
+        if self._layers and not plane.is_feature:
+            (group,) = (group for group in self.layer_groups if plane.name in group.plane_names)
+            held = [(group.places(own), by_rank[0]) for own in self._layers]
         return shares_of(layers, heads, held)
 
     def layers(self, plane: str) -> Any:

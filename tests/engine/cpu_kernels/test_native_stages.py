@@ -33,10 +33,15 @@ class Stages:
             stage = replace(Stage.of_rank(rank, num_stages, NUM_LAYERS), taps=REDUCTION.taps)
             is_whole = num_stages == 1
             features = REDUCTION if stage.is_last else None
-            planes = replace(spec, num_layers=len(stage.layers)).planes
-            planes += (REDUCTION.plane(spec.dtype),) if features else ()
+            part = replace(spec.of_layers(stage.layers), features=REDUCTION.plane(spec.dtype) if features else None)
             own = decoder if is_whole else decoder.of_layers(stage.layers)
-            cache = PagedKVCache(planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kernels=decoder.kernels)
+            cache = PagedKVCache(
+                part.planes,
+                num_blocks=NUM_BLOCKS,
+                block_size=BLOCK_SIZE,
+                kernels=decoder.kernels,
+                layer_groups=part.layer_groups,
+            )
             self.caches.append(cache)
             self.steps.append(NativeStep(own, cache, features, None if is_whole else stage))
 
@@ -51,7 +56,9 @@ class Stages:
 
     def everything(self):
         """Returns the keys and the values of all layers, in order, and the features."""
-        planes = [np.concatenate([getattr(cache, name) for cache in self.caches]) for name in ("keys", "values")]
+        planes = [
+            np.stack([layer for cache in self.caches for layer in getattr(cache, name)]) for name in ("keys", "values")
+        ]
         return [*planes, self.caches[-1].layers(REDUCTION.plane_name)[0]]
 
 

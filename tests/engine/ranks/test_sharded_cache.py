@@ -12,6 +12,7 @@ import pytest
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.model_spec import ModelSpec
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.commands import Step
 from outrider.engine.ranks.group import Member, RankGroup
@@ -23,6 +24,17 @@ NUM_LAYERS, NUM_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 4, 3, 4, 6
 PATIENCE_SECONDS = 30.0
 FEATURES = PlaneSpec("feature-0", 1, 1, 5, "float32")
 SLOTS = np.array([5, 0, 23, 17])
+WHOLE = ModelSpec(
+    architecture="",
+    num_layers=NUM_LAYERS,
+    num_heads=NUM_HEADS,
+    num_kv_heads=NUM_HEADS,
+    head_dim=HEAD_DIM,
+    vocab_size=1,
+    max_model_len=1,
+    dtype="float32",
+    features=FEATURES,
+)
 
 
 class EndlessProcess:
@@ -88,7 +100,7 @@ class Ranks:
             )
             self.threads.append(threading.Thread(target=worker.run, daemon=True))
             self.threads[-1].start()
-        self.cache = ShardedKVCache(self.caches[0], self.group, layers)
+        self.cache = ShardedKVCache(self.caches[0], self.group, *((WHOLE, layers) if layers else ()))
 
     def step(self):
         batch = build_input_batch([SequenceRows([7], 0, [0], 1)], BLOCK_SIZE)

@@ -127,16 +127,18 @@ struct OutriderBatch {
   int64_t block_size;
   const int64_t* token_ids;         // [num_rows]
   const int64_t* positions;         // [num_rows]
-  const int64_t* slots;             // [num_rows]
+  const int64_t* slots;             // [num_rows]; those of other groups of layers follow (`group_of`)
   const int32_t* query_start_loc;   // [num_seqs + 1]
   const int32_t* seq_lens;          // [num_seqs]
   const int32_t* table_starts;      // [num_seqs + 1], into block_tables
-  const int32_t* block_tables;      // the tables of all sequences, concatenated
+  const int32_t* block_tables;      // the tables of all sequences, concatenated; those of other groups follow
   const int64_t* logits_rows;       // [num_logits], ascending
   const int64_t* path_starts;       // [num_rows + 1], into path_slots; null: no row is in a tree
-  const int64_t* path_slots;        // for each row in a tree, the slots of the last keys that it sees, its own last
+  const int64_t* path_slots;        // for each row in a tree, the slots of the last keys that it sees, its own last;
+                                    // those of other groups follow
   const void* features;             // [num_rows, hidden] of the decoder's type, for a drafter head; otherwise null
   const OutriderLayerAdapter* const* adapters;  // [num_rows], each the adapter's layers, or null; null: no row has one
+  const int32_t* group_of;          // [num_layers]: the group of each layer; null: all layers are in the first one
 };
 
 // ---- paged_attention.cpp

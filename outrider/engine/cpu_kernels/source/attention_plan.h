@@ -26,6 +26,15 @@ struct AttentionTile {
   int64_t path_position;  // earlier keys are found through the block table
 };
 
+// Returns the batch with the slots, paths and block tables of this group of layers.
+static inline OutriderBatch batch_of_group(const OutriderBatch& batch, int64_t group) {
+  OutriderBatch own = batch;
+  own.slots += group * batch.num_rows;
+  own.block_tables += group * batch.table_starts[batch.num_seqs];
+  if (batch.path_starts != nullptr) own.path_slots += group * batch.path_starts[batch.num_rows];
+  return own;
+}
+
 // Returns whether a row sees the keys that the row before it sees, and its own; always true outside of trees.
 static inline bool follows_row_before(const OutriderBatch& batch, int64_t row) {
   if (batch.path_starts == nullptr) return true;

@@ -65,6 +65,9 @@ class DecoderStep final : public Job {
         batch_(batch), key_caches_(key_caches + first, key_caches + last),
         value_caches_(value_caches + first, value_caches + last), first_(first), num_rows_(batch.num_rows),
         phases_(1 + layers_.size() * kPhasesOfLayer + kLastPhases) {
+    const int64_t num_groups =
+        batch.group_of == nullptr ? 1 : 1 + *std::max_element(batch.group_of, batch.group_of + decoder.num_layers);
+    for (int64_t group = 0; group < num_groups; group++) groups_.push_back(batch_of_group(batch, group));
     heads_ = decoder.num_heads + 2 * decoder.num_kv_heads;
     residual_ = workspace.residual.of<float>(num_rows_ * decoder.hidden_size);
     const int64_t width = decoder.hidden_size * (batch.features == nullptr ? 1 : 2);
@@ -154,7 +157,7 @@ class DecoderStep final : public Job {
       if (plan == nullptr) {
         plans_.push_back({options.sliding_window, rows.ids, std::make_unique<AttentionPlan>()});
         plan = plans_.back().plan.get();
-        plan->make(options, batch_, num_members, rows.ids, rows.num);
+        plan->make(options, batch_of(index), num_members, rows.ids, rows.num);
       }
       plan_of_layer_.push_back(plan);
       if (plan->is_split) partials = std::max(partials, plan->num_partials);
@@ -165,6 +168,11 @@ class DecoderStep final : public Job {
     workspace_.own.resize(std::max<size_t>(workspace_.own.size(), num_members));
     for (auto& own : workspace_.own)
       own.attention.of<char>(AttentionScratch<Type>::bytes(query_rows_, decoder_.head_dim));
+  }
+
+  // Returns the batch with the slots, paths and block tables of the layer's group.
+  const OutriderBatch& batch_of(size_t index) const {
+    return groups_[batch_.group_of == nullptr ? 0 : batch_.group_of[first_ + static_cast<int64_t>(index)]];
   }
 
   OutriderAttention attention_options(const OutriderLayer& layer) const {
@@ -420,7 +428,7 @@ class DecoderStep final : public Job {
   // Normalises query and key heads if there are norms for them, rotates them, and writes keys and values to the cache.
   void rotate_and_write(int64_t row, const OutriderLayer& layer, size_t index) {
     const int64_t head_dim = decoder_.head_dim, angle = batch_.positions[row] * (decoder_.rotary_dim / 2);
-    const int64_t slot = batch_.slots[row], place = panel_at(slot, 0, decoder_.num_kv_heads, head_dim);
+    const int64_t slot = batch_of(index).slots[row], place = panel_at(slot, 0, decoder_.num_kv_heads, head_dim);
     Type* keys = static_cast<Type*>(key_caches_[index]) + place;
     Type* values = static_cast<Type*>(value_caches_[index]) + place;
     Type* heads = projected_ + row * heads_ * head_dim;
@@ -450,7 +458,7 @@ class DecoderStep final : public Job {
     const OutriderAttention options = attention_options(layers_[index]);
     const Rows rows = rows_of(index);
     const int64_t head_dim = decoder_.head_dim;
-    const PagedAttention<Type> attention{options, batch_, plan, projected_, heads_ * head_dim,
+    const PagedAttention<Type> attention{options, batch_of(index), plan, projected_, heads_ * head_dim,
                                          static_cast<const Type*>(key_caches_[index]),
                                          static_cast<const Type*>(value_caches_[index]), partials_};
     const auto store_row = [&](int64_t row, int64_t head, const float* from, float factor) {
@@ -475,6 +483,7 @@ class DecoderStep final : public Job {
   const OutriderDecoder decoder_;
   const std::vector<OutriderLayer> layers_;
   const OutriderBatch batch_;
+  std::vector<OutriderBatch> groups_;  // the batch of each group of layers
   const std::vector<void*> key_caches_;
   const std::vector<void*> value_caches_;
 

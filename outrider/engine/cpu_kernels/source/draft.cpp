@@ -135,7 +135,7 @@ class Drafting {
       table_starts_.push_back(static_cast<int32_t>(tables_.size()));
     }
     return {num, num, num, size, token_ids_.data(), positions_.data(), slots_.data(), starts_.data(), lengths_.data(),
-            table_starts_.data(), tables_.data(), rows_.data(), nullptr, nullptr, states_, nullptr};
+            table_starts_.data(), tables_.data(), rows_.data(), nullptr, nullptr, states_, nullptr, nullptr};
   }
 
   OutriderTeam* const team_;
