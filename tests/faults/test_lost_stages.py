@@ -15,6 +15,7 @@ from outrider.cluster.plan import Launch
 from tests.conftest import START_SECONDS, SUPERVISION, RunningCluster
 from tests.support.cluster_nodes import wait_for_node
 from tests.support.random_eagle3 import make_random_eagle3
+from tests.support.tiny_model import make_tiny_model
 
 PROMPT = [(i * 13) % 250 + 20 for i in range(150)]
 REPETITIVE = {"logit_bias": {30: 60.0, 31: 60.0, 32: 60.0}, "ignore_eos": True}
@@ -100,3 +101,21 @@ def test_a_stage_that_dies_ends_its_node_and_changes_no_token(staged, running, n
         assert stream.token_ids() == expected
     wait_for_node(staged.cluster, name, lambda node: node.pid != pid and node.state is ChildState.SERVING)
     assert "ended with status -9" in node.log_path.read_text()
+
+
+@pytest.mark.full
+def test_stages_hand_over_sliding_windows(tmp_path):
+    """Each of the decode node's stages has one layer, and so only one kind of them."""
+    shape = {"num_hidden_layers": 4, "sliding_window": 40}
+    model = make_tiny_model(tmp_path / "model", seed=1, architecture="gemma2", overrides=shape)
+    stages = {"prefill-0": ("model.pipeline_parallel_size=2",), "decode-0": ("model.pipeline_parallel_size=4",)}
+    common = (f"model.id={model}", "model.dtype=bfloat16", "model.num_threads=1", "kv_cache.memory=4MiB")
+    answers = []
+    for number, node_overrides in enumerate((stages, {})):
+        logs = tmp_path / f"logs-{number}"
+        logs.mkdir()
+        launch = Launch(overrides=common, node_overrides=node_overrides, log_directory=logs)
+        with Cluster(ClusterConfig(port=0), launch, supervision=SUPERVISION) as cluster:
+            cluster.wait_serving(START_SECONDS)
+            answers.append([RunningCluster(cluster).generate(PROMPT, **request)[0] for request in REQUESTS])
+    assert answers[0] == answers[1]
