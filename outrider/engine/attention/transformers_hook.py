@@ -43,11 +43,13 @@ def _attention(  # noqa: PLR0917 the signature is transformers'
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,  # [num_heads], attention sinks
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Computes one layer's attention, with the signature of transformers' attention functions."""
     attend: LayerAttention = kwargs.pop(STEP_ARGUMENT)
-    options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = AttentionOptions(scaling, sliding_window, softcap, None if s_aux is None else s_aux.float())
     output = attend(
         module.layer_idx,  # type: ignore[arg-type]
         query[0].transpose(0, 1),

@@ -57,10 +57,11 @@ def _attention_by(attend: Attend) -> LayerAttention:
     def layer_attention(
         _layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, _extras: object
     ) -> Tensor:
-        if key.shape != value.shape or options.sliding_window or options.softcap:
+        if key.shape != value.shape or options.sliding_window or options.softcap or options.sinks is not None:
             raise ConfigError(
                 f"an MTP layer has keys {tuple(key.shape[1:])}, values {tuple(value.shape[1:])}, window "
-                f"{options.sliding_window}, soft cap {options.softcap}, which is not supported"
+                f"{options.sliding_window}, soft cap {options.softcap}, {'no ' * (options.sinks is None)}sinks, "
+                "which is not supported"
             )
         return attend(0, query, key, value, options.scaling)
 

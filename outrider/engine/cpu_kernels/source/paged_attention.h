@@ -156,9 +156,19 @@ struct PagedAttention {
  private:
   template <class Store>
   void store_tile(const AttentionTile& tile, int64_t head, const PartialResult& result, Store&& store_row) const {
-    for (int64_t r = 0; r < tile.num_rows * group(); r++)
-      store_row(tile.row + r / group(), head * group() + r % group(), result.values + r * options.head_dim,
-                1.0f / result.sums[r]);
+    for (int64_t r = 0; r < tile.num_rows * group(); r++) {
+      const int64_t query_head = head * group() + r % group();
+      store_row(tile.row + r / group(), query_head, result.values + r * options.head_dim,
+                factor(result.largest[r], result.sums[r], query_head));
+    }
+  }
+
+  // Returns the factor of a finished row's values: 1 / (the sum of its weights and the weight of the head's sink).
+  float factor(float largest, float sum, int64_t query_head) const {
+    if (options.sinks == nullptr) return 1.0f / sum;
+    const float sink = options.sinks[query_head], most = std::max(largest, sink);
+    const float keep = exponential(largest - most);
+    return keep / (sum * keep + exponential(sink - most));
   }
 
   void load_queries(const AttentionTile& tile, int64_t head, AttentionScratch<KV>& scratch) const {
