@@ -58,6 +58,7 @@ class DraftNodeConfig:
             head="",
             max_model_len=0,
             tensor_parallel_size=1,
+            pipeline_parallel_size=1,
             deterministic=False,
         )
 

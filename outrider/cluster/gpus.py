@@ -39,7 +39,7 @@ def assign_gpus(
     """Returns `Launch.node_environ` and `Launch.node_overrides`, which give each computing node its GPUs (out of
     `cluster.gpus`, or of all visible ones) and its share of their memory.
 
-    Each node gets its own GPU, or its own `model.tensor_parallel_size` GPUs, while there are enough; further nodes
+    Each node gets its own GPU, or its own `model.num_ranks` GPUs, while there are enough; further nodes
     share GPUs. If `model.device` names one GPU, such as cuda:1, all nodes share it. `kv_cache.memory` is per node.
     If it comes from another server's file or argument, however, all nodes on a GPU share it; on a CPU all nodes do.
     Draft nodes that share a GPU with a decode node do not look ahead, unless the user has chosen that.
@@ -54,9 +54,11 @@ def assign_gpus(
         return {}, _memory_shares(settings, [kv], default=None)
     placed, loads = {}, Counter[str]()
     for name, role in nodes.items():
-        count = 1 if role == DRAFT else (by_role or {}).get(role, settings).sections["model"].tensor_parallel_size
+        model = (by_role or {}).get(role, settings).sections["model"]
+        count = 1 if role == DRAFT else model.num_ranks
         if count > len(gpus) and gpus != UNNAMED_GPUS:
-            raise ConfigError(f"model.tensor_parallel_size {count} needs as many GPUs: {len(gpus)} may be used")
+            how = "tensor" if model.tensor_parallel_size > 1 else "pipeline"
+            raise ConfigError(f"model.{how}_parallel_size {count} needs as many GPUs: {len(gpus)} may be used")
         least = sorted(gpus, key=loads.__getitem__)[:count]
         placed[name] = sorted(least, key=gpus.index)
         loads.update(dict.fromkeys(least, GPU_WEIGHTS[role]))

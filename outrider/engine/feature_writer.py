@@ -33,7 +33,7 @@ class FeatureWriter:
         plane = tensor_of(kv_cache.layers(features.plane_name)[0])  # [num_blocks, block_size, 1, width]
         self._plane = plane.flatten(0, 2)  # [num_slots, width]
         self._decoder = model.get_decoder()
-        self._layers = _layers_of(self._decoder, model.config.get_text_config(decoder=True).num_hidden_layers)
+        self._layers = layers_of(self._decoder, model.config.get_text_config(decoder=True).num_hidden_layers)
         self._features = features.to(plane.device, plane.dtype)
         self._taps: dict[int, Tensor] = {}  # the taps of this forward that the reduction uses
         self._native_layers = native if isinstance(native, NativeLayers) else None
@@ -96,9 +96,9 @@ class FeatureWriter:
         return features
 
 
-def _layers_of(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
+def layers_of(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
     """Returns the layers of a transformers decoder, in order. Raises: ModelError if there is no such list."""
     for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
-    raise ModelError(f"{type(decoder).__name__} has no list of {num_layers} layers, so features cannot be read")
+    raise ModelError(f"{type(decoder).__name__} has no list of {num_layers} layers to read or divide")

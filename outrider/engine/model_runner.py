@@ -40,7 +40,7 @@ def make_runner(
     `features`: the features to write for every row, for a drafter head. The cache must have a plane for them.
     """
     if isinstance(model.native, NativeDecoder):
-        return NativeStep(model.native, kv_cache, features)
+        return NativeStep(model.native, kv_cache, features, stage=model.stage)
     from outrider.engine.module_steps import ModuleSteps  # imports torch
 
     return ModuleSteps(model, kv_cache, attention, graphs=graphs, features=features)

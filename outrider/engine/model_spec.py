@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.engine.kv_cache.planes import LayerGroup, PlaneSpec
 
@@ -32,6 +32,7 @@ class ModelSpec:
     dtype: str  # "float32", "bfloat16", "float16"
     is_extended: bool = False  # whether rotations are those beyond the original window; this changes all keys
     windows: tuple[int, ...] = ()  # sliding window of each layer, as in PlaneSpec; empty: no layer has one
+    model_windows: tuple[int, ...] = ()  # those of the whole model, if these are some of its layers
     features: PlaneSpec | None = None  # stored per token for a drafter head; see outrider.engine.feature_spec
 
     @property
@@ -40,8 +41,13 @@ class ModelSpec:
         windows = self.windows or (0,) * self.num_layers
         return tuple(
             LayerGroup(tuple(layer for layer, each in enumerate(windows) if each == window), window)
-            for window in sorted({0, *windows})
+            for window in sorted({0, *windows, *self.model_windows})
         )
+
+    def of_layers(self, layers: range) -> ModelSpec:
+        """Returns the specification of some of the layers. They form the groups of the model, some perhaps empty."""
+        windows = self.windows[layers.start : layers.stop]
+        return replace(self, num_layers=len(layers), windows=windows, model_windows=self.windows)
 
     @property
     def planes(self) -> tuple[PlaneSpec, ...]:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.attention.native import NativeAttention
@@ -15,12 +15,13 @@ from outrider.engine.attention.transformers_hook import STEP_ARGUMENT, LayerAtte
 from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.device import device_type
 from outrider.engine.feature_spec import FeatureSpec
-from outrider.engine.feature_writer import FeatureWriter
+from outrider.engine.feature_writer import FeatureWriter, layers_of
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.runner_base import ModelRunner
+from outrider.engine.stages import Stage
 from outrider.engine.step_graphs import Capturable, StepGraphs, cuda_graphs
 from outrider.engine.torch_adapter import AdapterRows
 
@@ -53,6 +54,8 @@ class ModuleSteps(ModelRunner):
         self._fused = model.fused
         self._vocab_size = model.spec.vocab_size
         self._num_layers = model.spec.num_layers
+        self._stage = model.stage
+        self._first_layer = 0 if model.stage is None else model.stage.layers.start
         self._is_native = model.native is not None
         self._kv_cache = kv_cache
         self._attention = attention
@@ -69,8 +72,16 @@ class ModuleSteps(ModelRunner):
                 plan=attention.plan,
             )
 
-    def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
-        """Implements ModelRunner.forward."""
+    def forward(
+        self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None, states: Tensor | None = None
+    ) -> Array:
+        """Implements ModelRunner.forward.
+
+        A stage that is not the first takes the rows' hidden `states` after the stage before it; one that is not the
+        last returns them: [num_rows, hidden_size].
+        """
+        if self._stage is not None:
+            return self._compute_stage(self._stage, batch, states, on_layer_done)
         if self._graphs is not None and (logits := self._graphs.run(batch)) is not None:
             if on_layer_done is not None:
                 for layer in range(self._num_layers):
@@ -109,6 +120,28 @@ class ModuleSteps(ModelRunner):
             with nullcontext() if adapters is None else adapters.added_in(self._model):
                 return self._by_modules(batch, on_layer_done)
 
+    def _compute_stage(
+        self, stage: Stage, batch: InputBatch, states: Tensor | None, on_layer_done: Callable[[int], None] | None
+    ) -> Array:
+        """Does what `forward` does for a stage, by hooks of its first and its last layer."""
+        layers, leaving = layers_of(self._model.get_decoder(), self._num_layers), []
+
+        def enter(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+            if states is None:
+                return None
+            rows = states.unsqueeze(0)
+            return ((rows, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": rows})
+
+        def leave(_layer: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+            leaving.append((output if isinstance(output, Tensor) else output[0])[0])
+
+        entering = layers[0].register_forward_pre_hook(enter, with_kwargs=True)
+        with entering, layers[-1].register_forward_hook(leave):
+            logits = self._compute(batch, on_layer_done)
+        if not stage.is_last:
+            return leaving[0]
+        return logits.numpy() if self._is_native else logits
+
     def _by_modules(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None) -> Tensor:
         device = self._kv_cache.device
         on_device = batch.on(device)
@@ -116,9 +149,11 @@ class ModuleSteps(ModelRunner):
             "input_ids": on_device.token_ids.unsqueeze(0),  # [1, num_rows]
             "position_ids": on_device.positions.unsqueeze(0),
             "use_cache": False,
-            STEP_ARGUMENT: attention_over(self._kv_cache, self._attention, batch, on_layer_done),
+            STEP_ARGUMENT: attention_over(
+                self._kv_cache, self._attention, batch, on_layer_done, first_layer=self._first_layer
+            ),
         }
-        if batch.num_logits == 0:
+        if batch.num_logits == 0 or (self._stage is not None and not self._stage.is_last):
             self._model.base_model(**arguments)
             return torch.empty((0, self._vocab_size), device=device)
         if batch.selects_logits:
@@ -132,9 +167,11 @@ def attention_over(
     attention: AttentionBackend,
     batch: InputBatch,
     on_layer_done: Callable[[int], None] | None = None,
+    *,
+    first_layer: int = 0,
 ) -> LayerAttention:
     """Returns the attention function of one forward pass. The function writes a layer's new keys and values to the
-    cache, then attends over the cache.
+    cache, then attends over the cache. `first_layer`: the model's layer that is the cache's first.
     """
     groups = range(batch.num_groups)
     plans = [attention.prepare(batch, group) for group in groups]
@@ -143,8 +180,9 @@ def attention_over(
     def attend(
         layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, _extras: Mapping[str, Any]
     ) -> Tensor:
-        keys, values = kv_cache.keys[layer], kv_cache.values[layer]
-        group = kv_cache.group_of[layer] if len(groups) > 1 else 0
+        index = layer - first_layer
+        keys, values = kv_cache.keys[index], kv_cache.values[index]
+        group = kv_cache.group_of[index] if len(groups) > 1 else 0
         attention.store(key, value, keys, values, slots[group])
         if on_layer_done is not None:
             on_layer_done(layer)

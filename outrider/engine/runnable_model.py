@@ -11,6 +11,7 @@ from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.device import device_type
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_spec import ModelSpec
+from outrider.engine.stages import Stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,6 +29,7 @@ class RunnableModel:
     device: str  # torch's name
     spec: ModelSpec
     fused: FusedDecoder | None = None  # computes on a GPU what `model` would, with the weights of its modules
+    stage: Stage | None = None  # the layers that it computes, of which `spec` states the number; None: all
 
     @property
     def cpu_kernels(self) -> CpuKernels | None:

@@ -30,7 +30,6 @@ from outrider.model_hub.config import ModelConfig
 from outrider.request import Adapter
 
 MAX_NAME_LENGTH = 128
-RANKS_HAVE_NONE = "adapters are not supported with model.tensor_parallel_size"
 
 
 class AdapterTable:
@@ -51,7 +50,10 @@ class AdapterTable:
         self._packed: WeakValueDictionary[str, PackedAdapter] = WeakValueDictionary()
         self._changing = threading.Lock()
         if self._pack is None and (config.adapters or config.adapter_directory):
-            raise ConfigError(f"{RANKS_HAVE_NONE}; unset model.adapters and model.adapter_directory")
+            setting = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
+            raise ConfigError(
+                f"adapters are not supported with model.{setting}; unset model.adapters and model.adapter_directory"
+            )
         pairs = _pairs(config.adapters)
         self._fixed = frozenset(name for name, _ in pairs)
         for name, directory in pairs:
@@ -180,10 +182,10 @@ def _packer(model: RunnableModel, config: ModelConfig) -> Callable[[LowRanks], P
     """Returns a function that packs an adapter for the model and raises ModelError if it does not fit; None if the
     model cannot have adapters.
     """
+    if config.num_ranks > 1:
+        return None
     if isinstance(model.native, NativeDecoder):
         return partial(NativeAdapter, model.native.weights.shape)
-    if config.tensor_parallel_size > 1:
-        return None
     from outrider.engine.torch_adapter import TorchAdapter
 
     assert model.model is not None

@@ -32,6 +32,9 @@ PROMPT_ROWS = {"cpu": 256, "cuda": 4096}
 """Prompt tokens per forward pass, by device type. On a CPU, more than 256 rows are no faster per row, and other nodes
 on its processors would wait longer. A GPU needs thousands of rows to be fully used, and then also reads keys less
 often."""
+PIPELINE_CHUNKS = 4
+"""Number of times as many prompt tokens per forward pass of a pipeline. The pass is cut into parts, and the more parts,
+the shorter the time in which only some stages compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class ModelRuntime:
             "fingerprint": info.fingerprint,
             "dtype": info.dtype,
             "device": model.device,
-            "ranks": config.tensor_parallel_size,
+            "ranks": config.num_ranks,
             "attention_backend": self.runner.attention_name,
             "threads": model.num_threads,
             "cpus": ",".join(map(str, usable_cpus())),
@@ -89,8 +92,8 @@ def open_model_runtime(
     on_rank_lost: Callable[[RankLostError], None],
     progress: Progress = no_progress,
 ) -> ModelRuntime:
-    """Loads the model and makes its cache, in this process or in `model.tensor_parallel_size` processes, of
-    which this one is rank 0.
+    """Loads the model and makes its cache, in this process or in `model.num_ranks` processes, of which this
+    one is rank 0.
 
     `max_rows_per_step`: None if all rows are prompt rows; then their maximum is PROMPT_ROWS.
 
@@ -108,7 +111,9 @@ def open_model_runtime(
     Raises: what `open_model`, AdapterTable and pool_size raise, and RankLostError.
     """
     num_rows = max_rows_per_step or PROMPT_ROWS[device_type(resolve_device(config.device))]
-    if config.tensor_parallel_size > 1:
+    if config.pipeline_parallel_size > 1 and max_rows_per_step is None:
+        num_rows *= PIPELINE_CHUNKS
+    if config.num_ranks > 1:
         from outrider.model_hub.ranks import open_ranks  # imports torch.distributed
 
         parts = open_ranks(

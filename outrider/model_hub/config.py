@@ -50,7 +50,7 @@ class ModelConfig:
         (),
         help="Adapters (LoRA) to load at the start, each as NAME=DIRECTORY with a directory in PEFT's format, for "
         "example sql=/adapters/sql. A request chooses one by its `model`. Not with "
-        "model.tensor_parallel_size.",
+        "model.tensor_parallel_size or model.pipeline_parallel_size.",
     )
     adapter_directory: str = setting(
         "",
@@ -71,6 +71,12 @@ class ModelConfig:
         at_least=1,
         help="Number of processes that share the model of a prefill or decode node, each on its own GPU. This was "
         "never run on a GPU.",
+    )
+    pipeline_parallel_size: int = setting(
+        1,
+        at_least=1,
+        help="Number of processes, called stages, among which the layers of a prefill or decode node's model are "
+        "divided, each on its own GPU. Not with model.tensor_parallel_size. This was never run on a GPU.",
     )
     attention: str = setting(
         "auto",
@@ -106,6 +112,11 @@ class ModelConfig:
     )
     keep_packed: bool = fixed(True)  # whether to cache weights in the form that native kernels read, for later starts
     cache_dir: str = fixed("")  # for converted and packed models; empty: $OUTRIDER_CACHE_DIR, else the user's cache
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that compute the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def rounds_weights_to(self) -> str:

@@ -19,7 +19,7 @@ from outrider.engine.device import needs_torch
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import native_numerics
 from outrider.engine.runnable_model import RunnableModel
-from outrider.errors import ModelError
+from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.checkpoint import open_checkpoint
 from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
@@ -38,6 +38,8 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     Any number of processes may call it concurrently, see `open_packed`. If packed weights could be used but are not,
     `LoadedModel.weights_source` gives the reason.
     """
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError("model.pipeline_parallel_size: only prefill and decode nodes divide their model: set it to 1")
     location = locate_model(config, progress=progress)
     device = resolve_device(config.device)
     kernels = choose_model_kernels(config, device, progress=progress)
@@ -74,7 +76,7 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     weights = DecoderWeights(DecoderShape.of_json(packed.about["shape"]), packed.blobs)
     native = NativeDecoder(team or start(), weights)
     about = packed.about["spec"]
-    spec = ModelSpec(**about | {"windows": tuple(about["windows"])})
+    spec = ModelSpec(**about | {"windows": tuple(about["windows"]), "model_windows": ()})
     weight_format = choose_weight_format(config, checkpoint, kernels, dtype=spec.dtype, is_decoder=True)
     return describe_model(
         config,

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from outrider.engine.memory import PoolSize
 from outrider.engine.ranks.channel import Channel, RankLostError
@@ -28,13 +29,12 @@ def main(argv: Sequence[str]) -> int:
     except RankLostError:
         return 1  # rank 0 has ended, and reports why if it can
     except (ConfigError, ModelError) as error:
-        sys.stderr.write(f"a tensor-parallel rank cannot start: {error}\n")
+        sys.stderr.write(f"a rank cannot start: {error}\n")
         return 1
     return 0
 
 
 def _work(commands: socket.socket, kv: socket.socket) -> None:
-    from outrider.engine.model_runner import make_runner
     from outrider.engine.ranks.commands import Stop
     from outrider.engine.ranks.worker import RankWorker
 
@@ -42,17 +42,20 @@ def _work(commands: socket.socket, kv: socket.socket) -> None:
     start: Start | Stop = hello.receive(begins_within_seconds=START_SECONDS)
     if isinstance(start, Stop):
         return  # the node cannot start
-    import outrider.model_hub.load  # noqa: F401 takes seconds, for which no collective should wait
+    # These imports take seconds, for which no collective should wait.
+    import_module("outrider.model_hub." + ("pipeline" if start.config.pipeline_parallel_size > 1 else "load"))
+    import outrider.engine.stage_runner  # noqa: F401
 
     hello.send(None)
     shard = open_shard(start)
     hello.send(shard.room)
-    size: PoolSize | Stop = hello.receive(begins_within_seconds=None)
-    if isinstance(size, Stop):
+    pool: tuple[PoolSize, tuple[int, ...]] | Stop = hello.receive(begins_within_seconds=None)
+    if isinstance(pool, Stop):
         return
+    size, taps = pool
     cache = shard.model.make_cache(size.num_blocks, start.block_size, size.window_blocks)
     RankWorker(
-        runner=make_runner(shard.model, cache, shard.attention),
+        runner=shard.make_runner(cache, taps),
         kv_cache=cache,
         commands=Channel(commands, peer="rank 0", timeout_seconds=start.timeout_seconds),
         kv=Channel(kv, peer="rank 0", timeout_seconds=start.timeout_seconds),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.engine.memory import KVMemory
 from outrider.model_hub.config import ModelConfig
@@ -12,6 +12,9 @@ from outrider.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from outrider.engine.attention.base import AttentionBackend
+    from outrider.engine.feature_spec import FeatureSpec
+    from outrider.engine.kv_cache.paged_cache import PagedKVCache
+    from outrider.engine.runner_base import ModelRunner
     from outrider.model_hub.loaded_model import LoadedModel
 
 START_SECONDS = 600.0
@@ -22,7 +25,8 @@ START_SECONDS = 600.0
 class Start:
     """The first message to a rank. The rank answers None once it has imported what it needs, then joins the others.
 
-    After loading its shard, the rank sends the memory available for KV, and receives the number of blocks to allocate.
+    After loading its shard, the rank sends the memory available for KV, and receives the number of blocks to allocate
+    and the taps of the features that rank 0 writes.
     """
 
     config: ModelConfig
@@ -38,22 +42,44 @@ class Shard:
     """One rank's part of the model, and its attention backend."""
 
     model: LoadedModel
-    attention: AttentionBackend
+    attention: AttentionBackend | None  # None if a native decoder computes the model
     room: KVMemory  # memory available for KV on the rank's device
+
+    def make_runner(
+        self, kv_cache: PagedKVCache, taps: tuple[int, ...], features: FeatureSpec | None = None
+    ) -> ModelRunner:
+        """Makes the runner of this rank's part over its own cache. `taps`: of the features that rank 0 writes."""
+        from outrider.engine.model_runner import make_runner
+
+        if self.model.stage is None:
+            return make_runner(self.model, kv_cache, self.attention, features=features)
+        from outrider.engine.stage_runner import StageRunner
+
+        model = replace(self.model, stage=replace(self.model.stage, taps=taps))
+        steps: Any = make_runner(model, kv_cache, self.attention, features=features)
+        return StageRunner(model, steps)
 
 
 def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
     """Joins the other ranks and loads this rank's shard. Raises: what `load_model` raises."""
     from outrider.engine.attention import make_attention_backend
     from outrider.engine.open_runner import profile_run
-    from outrider.model_hub.load import load_model
     from outrider.model_hub.tensor_parallel import join, set_collective_timeout
 
     join(start.config, start.rank, start.store, timeout_seconds=start.timeout_seconds)
-    model = load_model(start.config, progress=progress)
-    heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
-    attention = make_attention_backend(start.config.attention, model.device, model.spec.dtype, **heads)
+    if is_stage := start.config.pipeline_parallel_size > 1:
+        from outrider.model_hub.pipeline import open_stage
+
+        model = open_stage(start.config, start.rank, progress=progress)
+    else:
+        from outrider.model_hub.load import load_model  # imports transformers
+
+        model = load_model(start.config, progress=progress)
+    attention = None
+    if model.model is not None:
+        heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
+        attention = make_attention_backend(start.config.attention, model.device, model.spec.dtype, **heads)
     reserved = profile_run(model, attention, num_rows=start.max_rows_per_step, block_size=start.block_size)
-    assert model.model is not None
-    set_collective_timeout(model.model, timeout_seconds=start.timeout_seconds)
+    if model.model is not None and not is_stage:
+        set_collective_timeout(model.model, timeout_seconds=start.timeout_seconds)
     return Shard(model, attention, KVMemory.of(model.device, reserved))

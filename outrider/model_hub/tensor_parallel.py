@@ -1,4 +1,4 @@
-"""Checks that a model can be divided among ranks, and joins their process group."""
+"""Checks that the heads of a model can be divided among ranks, and joins the process group of ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def join(config: ModelConfig, rank: int, store: Path, *, timeout_seconds: float)
 
     `store`: a file that no group has used. Raises: ConfigError if the others do not join in time.
     """
-    num_ranks = config.tensor_parallel_size
+    num_ranks = config.num_ranks
     for name, value in LOOPBACK.items():
         os.environ.setdefault(name, value)
     os.environ["LOCAL_RANK"] = str(rank)  # transformers derives the device from it
@@ -76,7 +76,7 @@ def join(config: ModelConfig, rank: int, store: Path, *, timeout_seconds: float)
             device_id=torch.device(device) if is_cuda else None,
         )
     except RuntimeError as error:
-        raise ConfigError(f"the {num_ranks} tensor-parallel ranks cannot reach each other: {error}") from error
+        raise ConfigError(f"the {num_ranks} ranks of the model cannot reach each other: {error}") from error
 
 
 def own_rank(config: ModelConfig) -> int:

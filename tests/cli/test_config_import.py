@@ -199,13 +199,14 @@ def test_flags_of_vllm_are_settings(tmp_path):
     speculative = json.dumps({"method": "suffix", "num_speculative_tokens": 2})
     cluster = cluster_of(
         *("--max-model-len", "2k", "--max-num-seqs", "8", "--max-num-batched-tokens", "256"),
-        *("--tensor-parallel-size", "1", "--served-model-name", "mine"),
+        *("--tensor-parallel-size", "1", "--pipeline-parallel-size", "2", "--served-model-name", "mine"),
         *("--no-enable-prefix-caching", "--enforce-eager", "--speculative-config", speculative),
         *("--enable-lora", "--lora-modules", f"sql={tmp_path}", f"law={tmp_path}"),
     )
     assert cluster.config.draft == "suffix"
     assert set(cluster.launch.overrides) >= {
         "model.max_model_len=2000",
+        "model.pipeline_parallel_size=2",
         "decode_node.max_running_sequences=8",
         "decode_node.max_rows_per_step=256",
         "model.name=mine",
@@ -224,7 +225,6 @@ def test_names_are_texts_whatever_they_would_be_in_yaml():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--pipeline-parallel-size", "2"], "flag pipeline_parallel_size: a model is not divided"),
         (["--kv-cache-dtype", "fp8"], "flag kv_cache_dtype: KV is kept in the model's dtype"),
         (["--host", "0.0.0.0"], "services bind loopback; another address: --set server.host=ADDRESS"),
         (["--api-key", "k"], "flag api_key: clients are asked for tokens by outrider up --tls DIR --token-hashes FILE"),

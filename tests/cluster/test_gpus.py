@@ -94,8 +94,10 @@ def test_a_model_on_several_gpus_has_as_many():
     assert sum(shares.values()) == pytest.approx(100 * GPU_SHARE, abs=1e-3)  # of GPU 0; the others have more left
     wide = {"prefill_node": settings_of("model.tensor_parallel_size=2")}
     assert placed(ClusterConfig(), by_role=wide)[0] == {"decode-0": "0", "prefill-0": "1,2"}
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size 4 needs as many GPUs: 1 may be used"):
-        placed(config, "model.tensor_parallel_size=4", environ={"CUDA_VISIBLE_DEVICES": "0"})
+    assert placed(ClusterConfig(), "model.pipeline_parallel_size=2")[0] == {"decode-0": "0,1", "prefill-0": "2,3"}
+    for how in ("tensor", "pipeline"):
+        with pytest.raises(ConfigError, match=rf"{how}_parallel_size 4 needs as many GPUs: 1 may be used"):
+            placed(config, f"model.{how}_parallel_size=4", environ={"CUDA_VISIBLE_DEVICES": "0"})
 
 
 def test_gpus_may_be_chosen_and_are_then_insisted_on():

@@ -24,7 +24,9 @@ def test_an_unknown_proposer_is_refused_and_the_known_ones_are_named():
 
 
 def test_a_draft_model_is_computed_as_the_target_but_up_to_its_own_window_and_in_one_process():
-    target = ModelConfig(id="large", name="chat", device="cuda", max_model_len=512, tensor_parallel_size=2)
+    target = ModelConfig(
+        id="large", name="chat", device="cuda", max_model_len=512, tensor_parallel_size=2, pipeline_parallel_size=3
+    )
     config = load("draft_node.proposer=draft_model", "draft_node.model=/models/small")
     assert config.draft_model(target) == ModelConfig(id="/models/small", device="cuda", head="")
     with pytest.raises(ConfigError, match=r"draft_model needs draft_node\.model"):

@@ -233,3 +233,5 @@ def test_a_model_on_several_ranks_has_no_adapters(folder):
             table_of(model, tensor_parallel_size=2, **settings)
     with pytest.raises(NotAllowedError):
         table_of(model, tensor_parallel_size=2).load("a", "one")
+    with pytest.raises(ConfigError, match=r"not supported with model.pipeline_parallel_size; unset model\.adapters"):
+        table_of(model, pipeline_parallel_size=2, adapter_directory="/")

@@ -52,4 +52,4 @@ def test_a_model_that_a_rank_cannot_load_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     ends = [end.detach() for end in socket.socketpair()]
     assert rank_process.main([str(end) for end in ends]) == 1
-    assert capsys.readouterr().err == "a tensor-parallel rank cannot start: a weight file is damaged\n"
+    assert capsys.readouterr().err == "a rank cannot start: a weight file is damaged\n"

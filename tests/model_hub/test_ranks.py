@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import signal
 import socket
@@ -16,36 +15,33 @@ import pytest
 import torch
 
 from outrider.constraints.grammar import NUMERICS
-from outrider.engine.features import FeatureReduction
-from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.kv_cache.base import slots_of
+from outrider.engine.input_batch import SequenceRows
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.group import Member
 from outrider.errors import ConfigError, ModelError
-from outrider.kv_transfer.base import TransferSpec
-from outrider.kv_transfer.inbox import TransferInbox
-from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.model_hub import ranks
 from outrider.model_hub.compute import ModelRuntime, open_model_runtime
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.ranks import open_ranks
-from prefill_node.push import KvPush
-from tests.support.in_memory_connector import InMemoryConnector
+from tests.support.rank_runs import (
+    BLOCK_SIZE,
+    FEATURES,
+    OTHER_TABLE,
+    PATIENCE_SECONDS,
+    PROMPT,
+    TABLE,
+    features_of,
+    forward,
+    push,
+    run,
+)
 from tests.support.tiny_model import make_tiny_model
 
 RANKS_ON_CPU = pytest.mark.skipif(
     torch.accelerator.current_accelerator() is not None,
     reason="transformers splits a model over what torch was built for, which is no CPU",
 )
-BLOCK_SIZE = 4
-PROMPT = [3 + (7 * n) % 290 for n in range(41)]
-CHUNKS = [(0, 16), (16, 32), (32, len(PROMPT) - 1)]
-TABLE, OTHER_TABLE, THIRD_TABLE = [9, 2, 17, 30, 4, 21, 8, 0, 13, 26, 11, 5], list(range(31, 43)), list(range(43, 55))
-PATIENCE_SECONDS = 60.0
-FEATURES = FeatureReduction(taps=(2, 3), hidden_size=64, takes_final_norm=True)
-
-
 KV_CACHE = KVCacheConfig(num_blocks=64, block_size=BLOCK_SIZE)
 SETTINGS = {"num_threads": 1, "max_model_len": 128}
 
@@ -70,76 +66,6 @@ def open_two(path, on_rank_lost, *, num_ranks=2, timeout_seconds=PATIENCE_SECOND
 
 def make_model(tmp_path):
     return make_tiny_model(tmp_path / "model", seed=5, overrides={"tie_word_embeddings": True})
-
-
-def forward(compute, *rows):
-    return compute.runner.forward(build_input_batch(rows, BLOCK_SIZE)).clone()
-
-
-def run(compute):
-    """Returns the logits of a prompt in chunks, of greedy steps and of verification steps, and the greedy tokens."""
-    logits, tokens = [], list(PROMPT)
-    for start, end in CHUNKS:
-        logits.append(forward(compute, SequenceRows(PROMPT[start:end], start, TABLE, end - start)))
-    assert forward(compute, SequenceRows(PROMPT[:9], 0, OTHER_TABLE, 0)).shape[0] == 0
-    for _ in range(4):
-        logits.append(forward(compute, SequenceRows(tokens[-1:], len(tokens) - 1, TABLE, 1)))
-        tokens.append(int(logits[-1].argmax()))
-    compute.kv_cache.copy_blocks([(31, 43), (32, 44), (33, 45)])
-    rows = [
-        SequenceRows([tokens[-1], 5, 6, 7], len(tokens) - 1, TABLE, 4),
-        SequenceRows([11, 12, 13], 9, OTHER_TABLE, 3),
-        SequenceRows([11, 21, 12, 22], 9, THIRD_TABLE, 4, parents=(-1, -1, 1)),
-    ]
-    logits.append(forward(compute, *rows))
-    compute.kv_cache.move_slots([(45 * BLOCK_SIZE + 3, 45 * BLOCK_SIZE + 2)])
-    logits.append(forward(compute, SequenceRows([31], 11, THIRD_TABLE, 1)))
-    return torch.cat(logits), tokens
-
-
-def features_of(compute):
-    """Returns the features of the prompt's tokens."""
-    slots = slots_of(TABLE, len(PROMPT) - 1, BLOCK_SIZE)
-    return compute.kv_cache.read(FEATURES.plane_name, range(1), slots).view(np.float32)
-
-
-def push(source, destination, table, *, max_frame_bytes=700):
-    """Pushes the KV of the prompt, without its last token, like a prefill node to a decode node."""
-    ended, failed = queue.SimpleQueue(), []
-    inbox = TransferInbox(
-        incarnation=bytes(16), on_complete=lambda *_: None, on_failed=lambda _, reason: failed.append(reason)
-    )
-    spec = TransferSpec(
-        transfer_id=os.urandom(16),
-        incarnation=bytes(16),
-        start_token=0,
-        end_token=len(PROMPT) - 1,
-        planes=destination.kv_cache.planes,
-    )
-    inbox.open(spec, ReservedBlocks(destination.kv_cache, table))
-    kv_push = KvPush(
-        connector=InMemoryConnector({"decode": inbox}, max_frame_bytes=max_frame_bytes),
-        kv_cache=source.kv_cache,
-        address="decode",
-        spec=spec,
-        block_ids=TABLE,
-        on_ended=ended.put,
-    )
-    kv_push.start()
-    for start, end in CHUNKS:
-        source.runner.forward(
-            build_input_batch([SequenceRows(PROMPT[start:end], start, TABLE, 0)], BLOCK_SIZE),
-            on_layer_done=lambda layer, start=start, end=end: kv_push.offer(range(layer, layer + 1), start, end),
-        )
-        kv_push.offer(None, start, end)
-    kv_push.finish()
-    outcome = ended.get(timeout=PATIENCE_SECONDS)
-    assert (outcome.error, failed) == (None, [])
-    for plane in spec.planes:
-        layers = range(plane.num_layers)
-        sent = source.kv_cache.read(plane.name, layers, slots_of(TABLE, len(PROMPT) - 1, BLOCK_SIZE))
-        came = destination.kv_cache.read(plane.name, layers, slots_of(table, len(PROMPT) - 1, BLOCK_SIZE))
-        assert np.array_equal(sent, came)
 
 
 @RANKS_ON_CPU

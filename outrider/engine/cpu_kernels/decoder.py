@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from outrider.engine.arrays import Array
 from outrider.engine.cpu_kernels.adapter import addresses_of_rows
 from outrider.engine.cpu_kernels.decoder_weights import LAYER_MATRICES, LAYER_NORMS, DecoderWeights, PackedReduction
-from outrider.engine.cpu_kernels.interface import layout_of, structures
+from outrider.engine.cpu_kernels.interface import address_of, layout_of, structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.feature_spec import FeatureSpec
@@ -23,6 +24,7 @@ from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.array_plane import Words
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.runner_base import ModelRunner
+from outrider.engine.stages import Stage
 from outrider.errors import InternalError
 
 Logits = npt.NDArray[np.float32]
@@ -55,6 +57,12 @@ class NativeDecoder:
             **{name: getattr(shape, name) for name, _ in structures.OutriderDecoder._fields_ if hasattr(shape, name)},
         )
 
+    def of_layers(self, layers: range) -> NativeDecoder:
+        """Returns a decoder for steps that compute only these layers. It keeps no weights of others in memory."""
+        others = {str(layer) for layer in range(self.weights.shape.num_layers) if layer not in layers}
+        blobs = {name: blob for name, blob in self.weights.blobs.items() if name.partition(".")[0] not in others}
+        return NativeDecoder(self.kernels, DecoderWeights(self.weights.shape, blobs))
+
 
 def _layer(weights: DecoderWeights, index: int) -> ctypes.Structure:
     norms = {name: weights.address(f"{index}.{name}") for name in LAYER_NORMS}
@@ -69,8 +77,16 @@ class NativeStep(ModelRunner):
 
     attention_name = "native"
 
-    def __init__(self, decoder: NativeDecoder, kv_cache: PagedKVCache, features: FeatureSpec | None = None) -> None:
-        """`kv_cache` must be made for these kernels. `features`: what each row writes to the cache's feature plane."""
+    def __init__(
+        self,
+        decoder: NativeDecoder,
+        kv_cache: PagedKVCache,
+        features: FeatureSpec | None = None,
+        stage: Stage | None = None,
+    ) -> None:
+        """`kv_cache` must be made for these kernels. `features`: what each row writes to the cache's feature plane.
+        `stage`: the layers to compute, which are those of the cache; None: all.
+        """
         self._decoder = decoder  # keeps the structure's memory alive
         self._struct = struct = decoder.struct
         self._kv_cache = kv_cache
@@ -81,12 +97,14 @@ class NativeStep(ModelRunner):
         self._team = decoder.kernels.team
         self._workspace = Workspace(decoder.kernels.library)
         self.phases = self._workspace
-        pointers = ctypes.c_void_p * struct.num_layers
+        self._layers = range(struct.num_layers) if stage is None else stage.layers
+        self._is_last = stage is None or stage.is_last
+        pointers, earlier = ctypes.c_void_p * struct.num_layers, [0] * self._layers.start
         if not isinstance(kv_cache.keys[0], np.ndarray):  # tensors for torch
             raise InternalError("a native decoder needs a KV cache that was made for its kernels")
-        self._keys = pointers(*(keys.ctypes.data for keys in kv_cache.keys))
-        self._values = pointers(*(values.ctypes.data for values in kv_cache.values))
-        self._group_of = (ctypes.c_int32 * struct.num_layers)(*kv_cache.group_of)
+        self._keys = pointers(*earlier, *(keys.ctypes.data for keys in kv_cache.keys))
+        self._values = pointers(*earlier, *(values.ctypes.data for values in kv_cache.values))
+        self._group_of = (ctypes.c_int32 * struct.num_layers)(*earlier, *kv_cache.group_of)
         self._features = self._reduction = None
         if features is not None:
             if not isinstance(features, PackedReduction):
@@ -95,22 +113,41 @@ class NativeStep(ModelRunner):
             assert isinstance(features, PackedReduction)
             self._reduction = features  # keeps the structure's memory alive
             self._features = features.struct(kv_cache.layers(features.plane_name)[0])
+        elif stage is not None and stage.taps:  # only recorded, for the last stage
+            self._taps = np.asarray(stage.taps, dtype=np.int64)
+            self._features = structures.OutriderFeatures(num_taps=len(stage.taps), taps=address_of(self._taps))
+        self._num_taps = 0 if self._features is None else self._features.num_taps
+        self.state_bytes: int = self._functions.outrider_state_size(struct, self._num_taps)
+        """Bytes of a row's state between two stages."""
 
-    def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Logits:
-        """Implements ModelRunner.forward: returns [num_logits, vocab_size]."""
+    def forward(
+        self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None, states: Array | None = None
+    ) -> Array:
+        """Implements ModelRunner.forward: returns [num_logits, vocab_size].
+
+        A stage that is not the first takes the rows' `states` after the stage before it; one that is not the last
+        returns them: [num_rows, state_bytes] uint8.
+        """
         struct = batch_struct(batch)
         if batch.num_groups > 1:
             struct.group_of = ctypes.addressof(self._group_of)
         if batch.adapters:
             adapters = addresses_of_rows(batch)
             struct.adapters = _address(adapters)
-        logits = np.empty((batch.num_logits, self._struct.vocab_size), dtype=np.float32)
+        rows = self._workspace.handle, self._struct, batch.num_rows, self._num_taps
+        if states is not None:
+            self._functions.outrider_load_states(*rows, np.asarray(states).ctypes.data)
         if on_layer_done is None:
-            self._run_layers(struct, 0, self._struct.num_layers)
+            self._run_layers(struct, self._layers.start, self._layers.stop)
         else:
-            for layer in range(self._struct.num_layers):
+            for layer in self._layers:
                 self._run_layers(struct, layer, layer + 1)
                 on_layer_done(layer)
+        if not self._is_last:
+            left = np.empty((batch.num_rows, self.state_bytes), dtype=np.uint8)
+            self._functions.outrider_save_states(*rows, left.ctypes.data)
+            return left
+        logits: Logits = np.empty((batch.num_logits, self._struct.vocab_size), dtype=np.float32)
         self._functions.outrider_decoder_logits(
             self._team,
             self._workspace.handle,

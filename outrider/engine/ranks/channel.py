@@ -13,7 +13,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class RankLostError(InternalError):
-    """Raised if a process of a tensor-parallel node has ended or does not answer, so that steps are impossible."""
+    """Raised if a process of a node with several ranks has ended or does not answer, so that steps are impossible."""
 
     reason = "RANK_LOST"
 
@@ -82,4 +82,4 @@ class Channel:
         cause = (
             "its end of the channel is closed" if isinstance(error, EOFError) else str(error) or type(error).__name__
         )
-        return RankLostError(f"tensor-parallel {self._peer} {what}: {cause}")
+        return RankLostError(f"{self._peer} {what}: {cause}")

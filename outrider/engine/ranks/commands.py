@@ -20,9 +20,10 @@ class CommandMark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass."""
+    """One forward pass, of parts that run one after another."""
 
-    batch: InputBatch
+    parts: tuple[InputBatch, ...]  # at least one
+    reports_layers: bool = True  # whether KvRequest.after may name layers of this step
 
 
 @dataclass(frozen=True, slots=True)

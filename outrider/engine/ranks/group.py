@@ -35,9 +35,7 @@ class Member:
         status = self.process.poll()
         if status is None:
             return None
-        return RankLostError(
-            f"tensor-parallel rank {self.rank} (process {self.process.pid}) ended with status {status}"
-        )
+        return RankLostError(f"rank {self.rank} (process {self.process.pid}) ended with status {status}")
 
 
 class RankGroup:
@@ -118,7 +116,7 @@ class RankGroup:
                 member.process.kill()  # otherwise steps would continue without KV transfers
                 raise
         if isinstance(answer, KvRefused):
-            raise InternalError(f"tensor-parallel rank {rank}: {answer.message}")
+            raise InternalError(f"rank {rank}: {answer.message}")
         return answer
 
     # ---- life

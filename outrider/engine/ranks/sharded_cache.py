@@ -1,4 +1,4 @@
-"""Rank 0's view of the paged KV cache of a model whose heads are divided among ranks."""
+"""Rank 0's view of the paged KV cache of a model whose heads or layers are divided among ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import numpy as np
 
 from outrider.engine.kv_cache.base import Bytes, Slots, slots_of_blocks
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.kv_cache.planes import find_plane
+from outrider.engine.kv_cache.planes import PlaneSpec, find_plane
 from outrider.engine.ranks.commands import CommandMark, KvRequest, MoveSlots
 from outrider.engine.ranks.group import RankGroup
 from outrider.errors import InternalError
 
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.tensor_planes import Fence
+    from outrider.engine.model_spec import ModelSpec
 
 
 def split_heads(num_heads: int, num_ranks: int) -> tuple[range, ...]:
@@ -31,24 +32,29 @@ def split_heads(num_heads: int, num_ranks: int) -> tuple[range, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadShare:
-    """One rank's part of a range of heads."""
+class Share:
+    """One rank's part of a range of layers and heads."""
 
     rank: int
-    local: range  # indices among the rank's own heads
-    place: range  # indices within the requested range
+    layers: range  # numbered as in the rank's own cache
+    heads: range  # same
+    place: tuple[slice, slice, slice]  # the part's layers, tokens and heads within the requested range
 
 
-def shares_of(heads: range, ranges: Sequence[range]) -> Iterator[HeadShare]:
-    """Yields the part of `heads` that each rank holds, in the order of heads. `ranges`: the heads of every rank."""
-    for rank, held in enumerate(ranges):
-        start, end = max(heads.start, held.start), min(heads.stop, held.stop)
-        if start < end:
-            yield HeadShare(
-                rank,
-                local=range(start - held.start, end - held.start),
-                place=range(start - heads.start, end - heads.start),
-            )
+def shares_of(layers: range, heads: range, held: Sequence[tuple[range, range]]) -> Iterator[Share]:
+    """Yields the parts that ranks hold, in the order of ranks. `held`: the layers and heads of every rank."""
+    for rank, ranges in enumerate(held):
+        wanted = (layers, heads)
+        common = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(wanted, ranges, strict=True)]
+        if all(common):
+            own = [_counted_from(each.start, part) for each, part in zip(ranges, common, strict=True)]
+            at = [_counted_from(each.start, part) for each, part in zip(wanted, common, strict=True)]
+            place = slice(at[0].start, at[0].stop), slice(None), slice(at[1].start, at[1].stop)
+            yield Share(rank, own[0], own[1], place)
+
+
+def _counted_from(first: int, numbers: range) -> range:
+    return range(numbers.start - first, numbers.stop - first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +66,23 @@ class RankFence:
 
 
 class ShardedKVCache:
-    """A cache whose blocks have the same numbers in every rank. Each rank stores its heads; only rank 0 has features.
+    """A cache whose blocks have the same numbers in every rank. Each rank stores its heads, or in a pipeline its
+    layers; only rank 0 has features.
 
     All ranks copy blocks and move slots in the order of steps. Another rank may still be working on a step or on copies
-    that rank 0 has finished. So reads and writes of that rank's heads wait until it has caught up with rank 0.
+    that rank 0 has finished. So reads and writes of that rank's KV wait until it has caught up with rank 0.
     """
 
-    def __init__(self, local: PagedKVCache, ranks: RankGroup) -> None:
-        """`local`: the cache of rank 0's heads."""
+    def __init__(
+        self, local: PagedKVCache, ranks: RankGroup, whole: ModelSpec | None = None, layers: Sequence[range] = ()
+    ) -> None:
+        """`local`: rank 0's cache. `whole`, `layers`: in a pipeline, the whole model and each rank's layers of it."""
         self.local = local
         self._ranks = ranks
+        self._layers = layers
         self.num_blocks = local.num_blocks
         self.window_blocks = local.window_blocks
-        self.layer_groups = local.layer_groups
+        self.layer_groups = local.layer_groups if whole is None else whole.layer_groups
         self.block_size = local.block_size
         self.device = local.device
         self.copies = None  # None, because other ranks' frames pass through main memory
@@ -80,11 +90,24 @@ class ShardedKVCache:
             plane if plane.is_feature else replace(plane, num_heads=plane.num_heads * ranks.size)
             for plane in local.planes
         )
+        if whole is not None:
+            self.planes = whole.planes
 
     def head_ranges(self, plane: str) -> tuple[range, ...]:
-        """Returns each rank's heads, in order; for features, one range, since only rank 0 stores them."""
+        """Returns the heads that are in different ranks, in order."""
         spec = find_plane(self.planes, plane)
-        return split_heads(spec.num_heads, 1 if spec.is_feature else self._ranks.size)
+        return split_heads(spec.num_heads, 1 if spec.is_feature or self._layers else self._ranks.size)
+
+    def _shares(self, plane: PlaneSpec, layers: range, heads: range) -> Iterator[Share]:
+        """Raises: InternalError if the layers are out of range."""
+        if layers.step != 1 or not 0 <= layers.start <= layers.stop <= plane.num_layers:
+            raise InternalError(f"{layers} is outside the {plane.num_layers} layers of plane {plane.name}")
+        by_rank = self.head_ranges(plane.name)
+        held = [(range(plane.num_layers), own) for own in by_rank]
+        if self._layers and not plane.is_feature:
+            (group,) = (group for group in self.layer_groups if plane.name in group.plane_names)
+            held = [(group.places(own), by_rank[0]) for own in self._layers]
+        return shares_of(layers, heads, held)
 
     def layers(self, plane: str) -> Any:
         """Returns the layers of a plane that only rank 0 has."""
@@ -105,18 +128,23 @@ class ShardedKVCache:
     def read(
         self, plane: str, layers: range, slots: Slots, after: RankFence | None = None, *, heads: range | None = None
     ) -> Bytes:
-        """Does what PagedKVCache.read does, for the heads of all ranks. Raises: RankLostError, InternalError."""
-        heads = find_plane(self.planes, plane).checked_heads(heads)
+        """Does what PagedKVCache.read does, for all ranks. Raises: RankLostError, InternalError."""
+        spec = find_plane(self.planes, plane)
+        heads = spec.checked_heads(heads)
         fence = after or self.fence()
-        parts = []
-        for share in shares_of(heads, self.head_ranges(plane)):
+        cells = np.empty((len(layers), slots.size, len(heads) * spec.bytes_per_head), dtype=np.uint8)
+        for share in self._shares(spec, layers, heads):
             if share.rank == 0:
-                part = self.local.read(plane, layers, slots, fence.local, heads=share.local)
+                part = self.local.read(plane, share.layers, slots, fence.local, heads=share.heads)
             else:
-                request = KvRequest(plane=plane, layers=layers, slots=slots, heads=share.local, after=fence.mark)
+                request = KvRequest(plane=plane, layers=share.layers, slots=slots, heads=share.heads, after=fence.mark)
                 part = np.frombuffer(self._ranks.ask(share.rank, request), dtype=np.uint8)
-            parts.append(part.reshape(len(layers), slots.size, -1))
-        return parts[0].reshape(-1) if len(parts) == 1 else np.concatenate(parts, axis=2).reshape(-1)
+            cells[self._bytes_at(share, spec)] = part.reshape(len(share.layers), slots.size, -1)
+        return cells.reshape(-1)
+
+    def _bytes_at(self, share: Share, plane: PlaneSpec) -> tuple[slice, slice, slice]:
+        layers, slots, heads = share.place
+        return layers, slots, slice(heads.start * plane.bytes_per_head, heads.stop * plane.bytes_per_head)
 
     def write(
         self,
@@ -128,29 +156,29 @@ class ShardedKVCache:
         *,
         heads: range | None = None,
     ) -> None:
-        """Writes bytes in the format of `read`; each rank gets its own heads. Raises: InternalError, RankLostError."""
-        heads = find_plane(self.planes, plane).checked_heads(heads)
+        """Writes bytes in the format of `read`; each rank gets its own part. Raises: InternalError, RankLostError."""
+        spec = find_plane(self.planes, plane)
+        heads = spec.checked_heads(heads)
         view = memoryview(payload).cast("B")
         num_cells = len(layers) * slots.size
-        head_bytes = find_plane(self.planes, plane).bytes_per_head
-        if view.nbytes != num_cells * len(heads) * head_bytes:
+        if view.nbytes != num_cells * len(heads) * spec.bytes_per_head:
             raise InternalError(
                 f"{view.nbytes} bytes do not fit {num_cells} cells of {len(heads)} heads in plane {plane}"
             )
         if not num_cells:
             return
-        cells = np.frombuffer(view, dtype=np.uint8).reshape(num_cells, -1)
+        cells = np.frombuffer(view, dtype=np.uint8).reshape(len(layers), slots.size, -1)
         fence = after or self.fence()
-        for share in shares_of(heads, self.head_ranges(plane)):
-            part = cells[:, share.place.start * head_bytes : share.place.stop * head_bytes].tobytes()
+        for share in self._shares(spec, layers, heads):
+            part = cells[self._bytes_at(share, spec)].tobytes()
             if share.rank == 0:
-                self.local.write(plane, layers, slots, part, fence.local, heads=share.local)
+                self.local.write(plane, share.layers, slots, part, fence.local, heads=share.heads)
             else:
                 request = KvRequest(
-                    plane=plane, layers=layers, slots=slots, heads=share.local, after=fence.mark, payload=part
+                    plane=plane, layers=share.layers, slots=slots, heads=share.heads, after=fence.mark, payload=part
                 )
                 self._ranks.ask(share.rank, request)
 
 
 KVCache: TypeAlias = PagedKVCache | ShardedKVCache
-"""The cache of a model that runs in one process, or of a model whose heads are divided among ranks."""
+"""The cache of a model that runs in one process, or of a model whose heads or layers are divided among ranks."""

@@ -55,7 +55,7 @@ class RankWorker:
     def __init__(
         self, *, runner: ModelRunner, kv_cache: PagedKVCache, commands: Channel, kv: Channel, timeout_seconds: float
     ) -> None:
-        """`kv_cache`: the cache of this rank's heads. `timeout_seconds`: how long a request may wait for commands."""
+        """`kv_cache`: this rank's own. `timeout_seconds`: how long a request may wait for commands."""
         self._runner = runner
         self._kv_cache = kv_cache
         self._commands = commands
@@ -72,8 +72,11 @@ class RankWorker:
                 case Stop():
                     return
                 case Step():
-                    # The last collective gives every rank the logits, but only rank 0 uses them.
-                    self._runner.forward(command.batch, on_layer_done=self._progress.layer_done)
+                    # The last collective gives every tensor-parallel rank the logits, but only rank 0 uses them.
+                    for part in command.parts[:-1]:
+                        self._runner.forward(part)
+                    layer_done = self._progress.layer_done if command.reports_layers else None
+                    self._runner.forward(command.parts[-1], on_layer_done=layer_done)
                 case MoveSlots():
                     self._kv_cache.move_slots(command.pairs)
             self._progress.command_done()

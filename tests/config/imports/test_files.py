@@ -305,8 +305,8 @@ def test_the_table_shows_no_secret(write, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: 1\npipeline_parallel_size: 2\n", ":1 a: unknown key a"),
-        ("pipeline_parallel_size: 2\n", ":1 pipeline_parallel_size: a model is not divided by layers"),
+        ("a: 1\ndata_parallel_size: 2\n", ":1 a: unknown key a"),
+        ("data_parallel_size: 2\n", ":1 data_parallel_size: set cluster.decode_nodes and cluster.prefill_nodes"),
         ("max_batchsize: 2\n", ":1 max_batchsize: unknown key max_batchsize; the nearest is max_batch_size"),
         (
             "kv_cache_config:\n  free_memory_fraction: 0.5\n",

@@ -51,7 +51,7 @@ def test_a_rank_that_is_killed_while_the_node_serves_is_told_at_once(rig):
     with rig.group:
         rig.process.kill()
         loss = rig.lost.get(timeout=PATIENCE_SECONDS)
-        assert str(loss) == f"tensor-parallel rank 1 (process {rig.process.pid}) ended with status -9"
+        assert str(loss) == f"rank 1 (process {rig.process.pid}) ended with status -9"
     assert rig.lost.empty()
     assert rig.released == [True]
 

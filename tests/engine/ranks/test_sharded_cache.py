@@ -12,6 +12,7 @@ import pytest
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.model_spec import ModelSpec
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.commands import Step
 from outrider.engine.ranks.group import Member, RankGroup
@@ -23,6 +24,17 @@ NUM_LAYERS, NUM_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 4, 3, 4, 6
 PATIENCE_SECONDS = 30.0
 FEATURES = PlaneSpec("feature-0", 1, 1, 5, "float32")
 SLOTS = np.array([5, 0, 23, 17])
+WHOLE = ModelSpec(
+    architecture="",
+    num_layers=NUM_LAYERS,
+    num_heads=NUM_HEADS,
+    num_kv_heads=NUM_HEADS,
+    head_dim=HEAD_DIM,
+    vocab_size=1,
+    max_model_len=1,
+    dtype="float32",
+    features=FEATURES,
+)
 
 
 class EndlessProcess:
@@ -57,13 +69,19 @@ class GatedRunner:
 
 
 class Ranks:
-    """A group of `size` ranks. Ranks other than 0 are threads."""
+    """A group of `size` ranks. Ranks other than 0 are threads. `layers`: of each rank, if ranks divide layers."""
 
-    def __init__(self, size):
-        planes = tuple(PlaneSpec(name, NUM_LAYERS, NUM_HEADS // size, HEAD_DIM, "float32") for name in ("k", "v"))
+    def __init__(self, size, layers=None):
+        num_heads = NUM_HEADS if layers else NUM_HEADS // size
         self.caches = [
-            PagedKVCache((*planes, *extra), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-            for extra in ((FEATURES,), *[()] * (size - 1))
+            PagedKVCache(
+                (*(PlaneSpec(name, num, num_heads, HEAD_DIM, "float32") for name in ("k", "v")), *extra),
+                num_blocks=NUM_BLOCKS,
+                block_size=BLOCK_SIZE,
+            )
+            for num, extra in zip(
+                map(len, layers) if layers else [NUM_LAYERS] * size, ((FEATURES,), *[()] * (size - 1)), strict=True
+            )
         ]
         self.runners = [GatedRunner(cache) for cache in self.caches[1:]]
         self.threads = []
@@ -82,21 +100,30 @@ class Ranks:
             )
             self.threads.append(threading.Thread(target=worker.run, daemon=True))
             self.threads[-1].start()
-        self.cache = ShardedKVCache(self.caches[0], self.group)
+        self.cache = ShardedKVCache(self.caches[0], self.group, *((WHOLE, layers) if layers else ()))
 
     def step(self):
         batch = build_input_batch([SequenceRows([7], 0, [0], 1)], BLOCK_SIZE)
-        return self.group.running(Step(batch))
+        return self.group.running(Step((batch,)))
 
 
 @pytest.fixture(params=[2, 4])
 def ranks(request):
-    ranks = Ranks(request.param)
+    yield from running(Ranks(request.param))
+
+
+def running(ranks):
     yield ranks
     ranks.group.close()
     for thread in ranks.threads:
         thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()
+
+
+@pytest.fixture
+def stages():
+    """Rank 1 has the first layer, and rank 0 the second."""
+    yield from running(Ranks(2, [range(1, 2), range(1)]))
 
 
 def whole_cache():
@@ -142,6 +169,37 @@ def test_what_one_rank_has_is_what_several_have(ranks, heads):
         other.write("k", range(NUM_LAYERS), SLOTS, payload.data, heads=held)
     everything = ranks.cache.read("k", range(NUM_LAYERS), SLOTS)
     assert np.array_equal(other.read("k", range(NUM_LAYERS), SLOTS), everything)
+
+
+def test_what_one_rank_has_is_what_stages_have(stages):
+    whole = whole_cache()
+    assert stages.cache.planes == whole.planes
+    assert stages.cache.head_ranges("k") == (range(NUM_HEADS),)
+    for plane in whole.planes:
+        payload = whole.read(plane.name, range(plane.num_layers), SLOTS)
+        stages.cache.write(plane.name, range(plane.num_layers), SLOTS, payload.data)
+        for layers in (range(plane.num_layers), range(1), range(plane.num_layers - 1, plane.num_layers), range(0)):
+            for heads in (None, range(1)):
+                assert np.array_equal(
+                    stages.cache.read(plane.name, layers, SLOTS, heads=heads),
+                    whole.read(plane.name, layers, SLOTS, heads=heads),
+                )
+    for rank, layer in ((1, 0), (0, 1)):
+        assert np.array_equal(
+            stages.caches[rank].read("v", range(1), SLOTS), whole.read("v", range(layer, layer + 1), SLOTS)
+        )
+    for layers in (range(1, 3), range(2, 3), range(-1, 1)):
+        with pytest.raises(InternalError, match="layers"):
+            stages.cache.read("k", layers, SLOTS)
+    everywhere = np.arange(NUM_BLOCKS * BLOCK_SIZE)
+    for plane in ("k", "v"):
+        stages.cache.write(plane, range(NUM_LAYERS), everywhere, whole.read(plane, range(NUM_LAYERS), everywhere).data)
+    for cache in (whole, stages.cache):
+        cache.copy_blocks([(0, 3), (2, 5)])
+        cache.move_slots([(3, 4), (4, 6)])
+    for plane in ("k", "v"):
+        found, expected = (cache.read(plane, range(NUM_LAYERS), everywhere) for cache in (stages.cache, whole))
+        assert np.array_equal(found, expected)
 
 
 def test_blocks_are_copied_and_slots_moved_on_every_rank(ranks):

@@ -278,6 +278,18 @@ OUTRIDER_API OutriderStatus outrider_decoder_layers(OutriderTeam* team, Outrider
                                                     void* const* key_caches, void* const* value_caches,
                                                     const OutriderFeatures* features, int64_t first, int64_t last);
 
+// The states of rows between two layers, which one stage of a pipeline passes to the next: the residual stream of all rows
+// in float32, then their `num_taps` taps. Returns the bytes of one row.
+OUTRIDER_API int64_t outrider_state_size(const OutriderDecoder* decoder, int64_t num_taps);
+
+// Puts states [num_rows, state size] into the workspace, for outrider_decoder_layers to continue with a layer `first` > 0.
+OUTRIDER_API OutriderStatus outrider_load_states(OutriderWorkspace* workspace, const OutriderDecoder* decoder,
+                                                 int64_t num_rows, int64_t num_taps, const void* states);
+
+// Copies the states that outrider_decoder_layers left in the workspace after a layer other than the last.
+OUTRIDER_API void outrider_save_states(const OutriderWorkspace* workspace, const OutriderDecoder* decoder,
+                                       int64_t num_rows, int64_t num_taps, void* states);
+
 // Computes the logits [num_logits, num_columns] of the given rows [num_logits] after the last layer; does nothing for 0
 // rows. `columns` [decoder->vocab_size]: the column of each logit, while other columns are -infinity; null: logits are
 // in order. `states` [num_logits, hidden] of the decoder's type, or null: receives the hidden states of these rows.

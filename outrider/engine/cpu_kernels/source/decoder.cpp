@@ -5,6 +5,7 @@
 // of linear layers, keys and values are rounded to the model's type.
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -570,6 +571,15 @@ void logits_of(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& 
   workspace.times.note(OUTRIDER_HEAD);
 }
 
+// Returns the bytes of a row's taps.
+int64_t taps_size(const OutriderDecoder& decoder, int64_t num_taps) {
+  int64_t bytes = 0;
+  with_type(decoder, [&](auto* type) { bytes = sizeof(Activation<std::remove_pointer_t<decltype(type)>>); });
+  return num_taps * decoder.hidden_size * bytes;
+}
+
+int64_t residual_size(const OutriderDecoder& decoder) { return decoder.hidden_size * sizeof(float); }
+
 }  // namespace
 }  // namespace outrider
 
@@ -586,6 +596,26 @@ OutriderStatus outrider_decoder_layers(OutriderTeam* team, OutriderWorkspace* wo
                                                       features, first, last));
     });
   });
+}
+
+int64_t outrider_state_size(const OutriderDecoder* decoder, int64_t num_taps) {
+  return residual_size(*decoder) + taps_size(*decoder, num_taps);
+}
+
+OutriderStatus outrider_load_states(OutriderWorkspace* workspace, const OutriderDecoder* decoder, int64_t num_rows,
+                                    int64_t num_taps, const void* states) {
+  return call([&] {
+    const int64_t residual = num_rows * residual_size(*decoder), taps = num_rows * taps_size(*decoder, num_taps);
+    std::memcpy(workspace->residual.of<char>(residual), states, residual);
+    std::memcpy(workspace->taps.of<char>(taps), static_cast<const char*>(states) + residual, taps);
+  });
+}
+
+void outrider_save_states(const OutriderWorkspace* workspace, const OutriderDecoder* decoder, int64_t num_rows,
+                          int64_t num_taps, void* states) {
+  const int64_t residual = num_rows * residual_size(*decoder), taps = num_rows * taps_size(*decoder, num_taps);
+  std::memcpy(states, workspace->residual.get<char>(), residual);
+  if (taps > 0) std::memcpy(static_cast<char*>(states) + residual, workspace->taps.get<char>(), taps);
 }
 
 OutriderStatus outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace, const OutriderDecoder* decoder,
