@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -12,49 +12,6 @@ from outrider.engine.low_rank import PackedAdapter
 from outrider.engine.sampler import SequenceSampling
 from outrider.engine.scheduler import EngineSequence, PromptScoring
 from outrider.session import OpenSequenceGroup, SampleStart
-
-
-def cached_table(
-    pool: BlockPool, opened: OpenSequenceGroup, shared_token_ids: Sequence[int], *, windows_arrive: bool = False
-) -> SequenceKV:
-    """Returns a block table that holds the cached part of the tokens with which all samples begin.
-
-    It is empty if prompt logprobs are requested, since the prompt must be computed for them. `windows_arrive`: see
-    SequenceKV.create; there must be a token that arrives.
-    """
-    max_cached_tokens = len(shared_token_ids) - windows_arrive if opened.options.prompt_logprobs is None else 0
-    return SequenceKV.create(
-        pool,
-        shared_token_ids,
-        max_cached_tokens=max_cached_tokens,
-        cache_salt=opened.options.kv_salt,
-        windows_arrive=windows_arrive,
-    )
-
-
-def opening_table(
-    pool: BlockPool, opened: OpenSequenceGroup, shared_token_ids: Sequence[int], max_local_prefill_tokens: int
-) -> tuple[SequenceKV, bool]:
-    """Returns the `cached_table` of a new group, and whether more tokens are missing than this node computes itself.
-
-    If their KV is transferred, the windows of layers that have one arrive as well.
-    """
-    kv = cached_table(pool, opened, shared_token_ids)
-    is_long = len(shared_token_ids) - kv.num_tokens > max_local_prefill_tokens
-    if is_long and opened.transfer_id and kv.windows:
-        kv.free()
-        kv = cached_table(pool, opened, shared_token_ids, windows_arrive=True)
-    return kv, is_long
-
-
-def forked_table(pool: BlockPool, leader: SequenceKV, group: SequenceGroup) -> SequenceKV:
-    """Returns a table with the group's shared tokens, from the leading sample's table or from the cache."""
-    table = leader.fork()
-    table.truncate(min(table.num_tokens, len(group.shared_token_ids)))
-    if table.windows and not table.num_tokens:  # the leader has no longer what rows after the shared tokens see
-        table.free()
-        table = cached_table(pool, group.opened, group.shared_token_ids)
-    return table
 
 
 def scoring_of(opened: OpenSequenceGroup, num_computed: int) -> PromptScoring | None:
@@ -171,6 +128,17 @@ class GroupTable:
     def num_sequences(self) -> int:
         """Number of running samples and of samples of groups that wait for KV. Readable from any thread."""
         return len(self._samples) + sum(len(group.unstarted_samples) for group in self)
+
+    def num_new_blocks(
+        self, pool: BlockPool, kv: SequenceKV, opened: OpenSequenceGroup, num_shared: int, *, arriving: int
+    ) -> int:
+        """Returns how many blocks a new group's table needs for its shared tokens, of which `arriving` arrive from
+        elsewhere; more than are free if its sliding windows have no room.
+        """
+        needed, num_forks = kv.num_blocks_needed(num_shared), len(opened.samples) - 1
+        if kv.windows_fit(num_shared, arriving=arriving, kept_back=self.num_sequences, num_forks=num_forks):
+            return needed
+        return max(needed, pool.num_free_in_scarcest + 1)
 
     def add(self, group: SequenceGroup) -> None:
         key = (group.session_id, group.opened.sequence_group_id)

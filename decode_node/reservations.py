@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from decode_node.groups import SequenceGroup, cached_table
+from decode_node.groups import SequenceGroup
 from decode_node.ingest import Ingest
+from decode_node.opening import cached_table
 from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.faults import fault_point

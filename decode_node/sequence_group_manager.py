@@ -11,18 +11,10 @@ from google.rpc import code_pb2
 from decode_node.admission import Admission, FairShares
 from decode_node.commands import EventsBySession, RouterCommand, TransferCompleted, TransferFailed
 from decode_node.drafting.gather import DraftGatherer
-from decode_node.groups import (
-    GroupTable,
-    PrefixLookups,
-    Sample,
-    SequenceGroup,
-    cached_table,
-    forked_table,
-    opening_table,
-    scoring_of,
-)
+from decode_node.groups import GroupTable, PrefixLookups, Sample, SequenceGroup, scoring_of
 from decode_node.ingest import Ingest
 from decode_node.kept_answers import KeptAnswers
+from decode_node.opening import cached_table, forked_table, opening_table
 from decode_node.reservations import Reservations
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
@@ -151,13 +143,11 @@ class SequenceGroupManager:
         kv, is_long = opening_table(self._engine.pool, opened, shared, self._max_local_prefill_tokens)
         arriving = len(shared) if is_long and opened.transfer_id else 0
         needed = self._admission.blocks_needed(
-            opened, num_shared=len(shared), num_new_blocks=kv.num_blocks_needed(len(shared)), groups=self._groups
+            opened,
+            num_shared=len(shared),
+            num_new_blocks=self._groups.num_new_blocks(self._engine.pool, kv, opened, len(shared), arriving=arriving),
+            groups=self._groups,
         )
-        num_forks = len(opened.samples) - 1
-        if not kv.windows_fit(
-            len(shared), arriving=arriving, kept_back=self._groups.num_sequences, num_forks=num_forks
-        ):
-            needed = max(needed, self._engine.pool.num_free_in_scarcest + 1)
         if self._reject_if_full(command.session_id, opened, needed):
             kv.free()
             return

@@ -261,7 +261,7 @@ def push(source: CachedRunner, table: list[int], node: TinyNode, granted: Grante
     spec = TransferSpec(
         transfer_id=granted.transfer_id,
         incarnation=node.parts.ingest.inbox.incarnation,
-        start_token=0,
+        start_token=granted.held_prefix_length,
         end_token=num_tokens,
         planes=planes,
     )
