@@ -59,12 +59,12 @@ def test_a_transfer_brings_the_window_of_a_prompt_whose_beginning_is_cached(comp
 
 
 def test_after_a_failed_transfer_another_one_or_the_node_itself_goes_on(compared, source):
-    other = (*compared.prompt[:NUM_SHARED], *range(20, 80))
     with compared.node(compared.served, max_local_prefill_tokens=1, num_speculative_tokens=0) as node:
         group_id, granted = opened(compared, node, compared.prompt)
         pushed(source, node, granted, compared.prompt)
         node.run()
-        for transfer_id in (b"", bytes(range(16))):
+        for first, transfer_id in ((20, b""), (21, bytes(range(16)))):
+            other = (*compared.prompt[:NUM_SHARED], *range(first, 80))
             group_id, granted = opened(compared, node, other)
             assert granted.held_prefix_length == NUM_SHARED
             node.groups.transfer_failed(TransferFailed(granted.transfer_id, "a test"))

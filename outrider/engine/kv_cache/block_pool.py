@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from outrider.engine.kv_cache.block_hashes import BlockHashes
-from outrider.engine.kv_cache.planes import KEPT_TOKENS, first_kept_token
+from outrider.engine.kv_cache.planes import KEPT_TOKENS, LayerGroup, first_kept_token
 from outrider.errors import CapacityError
-
-if TYPE_CHECKING:
-    from outrider.engine.ranks.sharded_cache import KVCache
 
 
 class NoFreeBlocksError(CapacityError):
@@ -258,8 +255,17 @@ def max_held_blocks(window: int, max_step_tokens: int, block_size: int) -> int:
     return -(-(window + KEPT_TOKENS + max_step_tokens) // block_size)
 
 
+class CacheSize(Protocol):
+    """The sizes of a KV cache, in one process or divided among ranks."""
+
+    num_blocks: int
+    block_size: int
+    window_blocks: tuple[int, ...]
+    layer_groups: tuple[LayerGroup, ...]
+
+
 def make_pool(
-    kv_cache: KVCache, *, hash_seed: bytes, max_step_tokens: int, enable_prefix_cache: bool = True
+    kv_cache: CacheSize, *, hash_seed: bytes, max_step_tokens: int, enable_prefix_cache: bool = True
 ) -> BlockPool:
     """Makes a pool of the cache's blocks, with one for each sliding window. For the arguments see the pools."""
     shared: dict[str, Any] = {
