@@ -51,8 +51,8 @@ def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
 
     join(start.config, start.rank, start.store, timeout_seconds=start.timeout_seconds)
     model = load_model(start.config, progress=progress)
-    heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
-    attention = make_attention_backend(start.config.attention, model.device, model.spec.dtype, **heads)
+    shape = model.spec.attention_shape
+    attention = make_attention_backend(start.config.attention, model.device, model.spec.dtype, **shape)
     reserved = profile_run(model, attention, num_rows=start.max_rows_per_step, block_size=start.block_size)
     assert model.model is not None
     set_collective_timeout(model.model, timeout_seconds=start.timeout_seconds)

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import itertools
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from outrider.engine.attention.native import NativeAttention
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.kv_cache.planes import PlaneSpec, stored_vectors
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import start_kernels
@@ -70,6 +71,16 @@ BACKENDS = [
     case("flash_attn", "cuda", torch.bfloat16, pytest.mark.gpu, NEEDS_FLASH_ATTN),
 ]
 
+LATENT_BACKENDS = {"torch_sdpa", "native"}
+LATENT = AttentionOptions(0.25, latent_dim=32)
+# (known rows, tokens before them, parents of the drafts behind them) of each sequence in one batch
+TREES = {
+    "alone": [(1, 40, (-1, 0, 1, -1, 0))],
+    "at_the_beginning": [(1, 0, (-1, -1, -1))],
+    "across_a_block_border": [(1, 13, (-1, -1, 0, 1, 2, 3))],
+    "among_others": [(1, 20, ()), (1, 37, (-1, 0, -1, 2)), (5, 3, ()), (1, 37, (-1, 0, 0, 1)), (4, 0, (-1, -1))],
+    "behind_a_chunk": [(25, 31, (-1, 0, -1, 0, 2, 2)), (1, 300, (-1, -1, -1))],
+}
 # (rows, tokens before them) of each sequence in one batch
 BATCHES = {
     "one_row": [(1, 40)],
@@ -133,18 +144,22 @@ def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=
     lengths = [rows + before + sum(map(len, parents)) for rows, before, *parents in sequences]
     num_blocks = [-(-length // block_size) for length in lengths]
     shuffled = torch.randperm(sum(num_blocks) + 5, generator=generator).tolist()
-    shape = (len(shuffled), block_size, num_kv_heads, head_dim)
-    keys, values = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))  # unwritten slots have no effect
+    vectors = stored_vectors(head_dim, options.latent_dim)
+    shape = (len(shuffled), block_size, num_kv_heads)
+    # Unwritten slots have no effect.
+    keys, values = (torch.full((*shape, width), float("nan"), dtype=dtype) for _, width in vectors)
     parts, queries, expected, as_chains = [], [], [], []
     for (known, before, *drafts), length, count in zip(sequences, lengths, num_blocks, strict=True):
         parents = drafts[0] if drafts else ()
         table = [shuffled.pop() for _ in range(count)]
         by_slot = []
         for cache in (keys, values):
-            tokens = random(count * block_size, num_kv_heads, head_dim)
+            tokens = random(count * block_size, *cache.shape[2:])
             tokens[length:] = float("nan")  # remains of the block's earlier owner
             cache[table] = tokens.unflatten(0, (count, block_size))
             by_slot.append(tokens[:length].double())
+        if options.latent_dim:
+            by_slot[0] = torch.cat(by_slot[::-1], -1)
         query = random(known + len(parents), num_heads, head_dim)
         queries.append(query)
         parts.append(SequenceRows([0] * len(query), before, table, 1, parents))
@@ -158,7 +173,7 @@ def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=
     plan = attention.prepare(build_input_batch(parts, block_size))
     query, *caches = (each.to(device) for each in (torch.cat(queries), keys, values))
     if isinstance(attention, NativeAttention):
-        planes = [PlaneSpec(plane, 1, num_kv_heads, head_dim, str(dtype).removeprefix("torch.")) for plane in "kv"]
+        planes = [PlaneSpec(name, 1, num_kv_heads, width, str(dtype).removeprefix("torch.")) for name, width in vectors]
         cache = PagedKVCache(planes, num_blocks=len(keys), block_size=block_size, kernels=attention.kernels)
         attention.store(
             keys.flatten(0, 1),
@@ -175,7 +190,7 @@ def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=
 
 def reference(query, keys, values, before, options):
     """Computes the reference row by row and head by head: [rows, num_heads, head_dim]."""
-    output = torch.empty_like(query)
+    output = query.new_empty((*query.shape[:2], values.shape[2]))
     heads_per_kv = query.shape[1] // keys.shape[1]
     for row, head in itertools.product(range(query.shape[0]), range(query.shape[1])):
         position = before + row
@@ -226,21 +241,26 @@ def test_query_heads_share_key_value_heads_in_order(backend, num_heads, num_kv_h
     assert_equal(outputs, backend)
 
 
+@pytest.mark.parametrize("backend", [each for each in BACKENDS if each.values[0][0] in LATENT_BACKENDS], indirect=True)
+@pytest.mark.parametrize("sequences", [BATCHES["row_counts_mixed"], TREES["among_others"], TREES["behind_a_chunk"]])
+@pytest.mark.parametrize("options", [LATENT, replace(LATENT, sliding_window=30, softcap=1.5)])
+def test_latents_are_keys_and_values(backend, sequences, options):
+    assert_equal(run(backend, sequences, options, num_heads=9, num_kv_heads=1, head_dim=48), backend)
+
+
+def test_latent_attention_has_its_own_backend(monkeypatch):
+    monkeypatch.setattr("outrider.engine.attention.why_no_triton", lambda _device: "")
+    assert make_attention_backend("auto", "cpu", "bfloat16", latent_dim=32).name == "torch_sdpa"
+    for name in ("triton", "varlen_attn"):
+        with pytest.raises(ConfigError, match=f"{name} does not compute latent attention: use auto or torch_sdpa"):
+            make_attention_backend(name, "cpu", "bfloat16", latent_dim=32)
+
+
 def test_a_wrong_mask_would_be_noticed(backend):
     """Negative control: one key too many changes outputs by far more than the tolerance."""
     output, *_ = run(backend, [(5, 37)], AttentionOptions(0.25, sliding_window=9))
     _, expected, _ = run(backend, [(5, 37)], AttentionOptions(0.25, sliding_window=10))
     assert float((output - expected).abs().max()) > 10 * TOLERANCES[backend[2]]
-
-
-# (known rows, tokens before them, parents of the drafts behind them) of each sequence in one batch
-TREES = {
-    "alone": [(1, 40, (-1, 0, 1, -1, 0))],
-    "at_the_beginning": [(1, 0, (-1, -1, -1))],
-    "across_a_block_border": [(1, 13, (-1, -1, 0, 1, 2, 3))],
-    "among_others": [(1, 20, ()), (1, 37, (-1, 0, -1, 2)), (5, 3, ()), (1, 37, (-1, 0, 0, 1)), (4, 0, (-1, -1))],
-    "behind_a_chunk": [(25, 31, (-1, 0, -1, 0, 2, 2)), (1, 300, (-1, -1, -1))],
-}
 
 
 TREE_LAYERS = {

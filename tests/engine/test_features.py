@@ -139,16 +139,15 @@ def test_decode_rows_beside_others_and_trees_have_features_at_their_slots(loaded
 def test_a_model_without_a_head_computes_the_same_and_keeps_nothing(loaded):
     node = Node(loaded, REDUCTIONS["normalised"])
     plain = Node(loaded, None)
-    assert [plane.name for plane in plain.cache.planes] == ["k", "v"]
+    assert not any(plane.is_feature for plane in plain.cache.planes)
     table, own = node.table(len(PROMPT)), plain.table(len(PROMPT))
     for start, end in ((0, 40), (40, 61)):
         rows = PROMPT[start:end], start
         logits = [each.forward(SequenceRows(*rows, blocks, 5)) for each, blocks in ((node, table), (plain, own))]
         assert torch.equal(*logits)
-    num_layers = loaded.spec.num_layers
-    for plane in ("k", "v"):
+    for plane in plain.cache.planes:
         slots = np.arange(NUM_BLOCKS * BLOCK_SIZE)
-        found, expected = (each.cache.read(plane, range(num_layers), slots) for each in (node, plain))
+        found, expected = (each.cache.read(plane.name, range(plane.num_layers), slots) for each in (node, plain))
         assert np.array_equal(found, expected)
 
 

@@ -276,7 +276,7 @@ def test_a_window_that_is_not_the_models_is_seen_at_load(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
-@pytest.mark.parametrize("architecture", ["llama", "glm4"])
+@pytest.mark.parametrize("architecture", ["llama", "glm4", "minicpm3"])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_rounded_weights_are_compared_with_rounded_ones(tmp_path, monkeypatch, architecture, weights):
     """The weights of this model are so random that rounding them to 4 bits changes a third of each logit."""

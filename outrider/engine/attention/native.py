@@ -6,7 +6,6 @@ from ctypes import Structure
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from outrider.engine.attention.base import AttentionBackend, AttentionOptions
@@ -25,7 +24,7 @@ def attention_struct(query: Tensor, key_cache: Panels, options: AttentionOptions
     """Makes an OutriderAttention from `options` and the shapes of `NativeAttention.attend`'s inputs."""
     window, softcap = options.sliding_window or 0, options.softcap or 0.0
     return structures.OutriderAttention(
-        query.shape[1], key_cache.shape[1], query.shape[2], window, options.scaling, softcap
+        query.shape[1], key_cache.shape[1], query.shape[2], options.latent_dim, window, options.scaling, softcap
     )
 
 
@@ -60,9 +59,9 @@ class NativeAttention(AttentionBackend):
         value_cache: Panels,
         options: AttentionOptions,
     ) -> Tensor:
-        """Returns [num_rows, num_heads, head_dim]."""
+        """Returns [num_rows, num_heads, head_dim], or latent_dim instead of head_dim."""
         query = query.contiguous()
-        output = torch.empty_like(query)
+        output = query.new_empty((*query.shape[:2], options.latent_dim or query.shape[2]))
         struct = attention_struct(query, key_cache, options)
         paged_attention(self.kernels, self._workspace, plan[0], struct, query, key_cache, value_cache, output)
         return output

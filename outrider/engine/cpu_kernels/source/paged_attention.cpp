@@ -18,8 +18,8 @@ void attend(Team& team, OutriderWorkspace& workspace, const OutriderAttention& o
   const PagedAttention<KV> attention{options, batch, plan, query, query_stride, keys, values,
                                      workspace.partials.get<float>()};
   const auto store_row = [&](int64_t row, int64_t head, const float* from, float factor) {
-    KV* to = output + (row * options.num_heads + head) * options.head_dim;
-    for (int64_t d = 0; d < options.head_dim; d += kWidth) store_rounded(to + d, finished_values(from + d, factor));
+    KV* to = output + (row * options.num_heads + head) * value_dim(options);
+    for (int64_t d = 0; d < value_dim(options); d += kWidth) store_rounded(to + d, finished_values(from + d, factor));
   };
   const int64_t scratch_bytes = AttentionScratch<KV>::bytes(plan.query_rows, options.head_dim);
   for (auto& own : workspace.own) own.attention.of<char>(scratch_bytes);

@@ -11,7 +11,8 @@
 // Sixteen keys at consecutive positions are multiplied in place if they fill a panel of the
 // cache (kv_panels.h) in that order. Otherwise they are gathered first: blocks may not consist
 // of whole panels, and the last keys of a row in a tree of drafts are not in the slots of their
-// positions. Rows that continue the path of the row before them share a read, too; other rows
+// positions. In latent attention the keys' latents are always gathered, from the values, because the products of keys
+// and of values need different layouts. Rows that continue the path of the row before them share a read, too; other rows
 // of a tree read their keys separately, in the order of positions.
 #pragma once
 
@@ -37,7 +38,7 @@ struct AttentionScratch {
   float* scores;            // [kRowsOfCall, kSpan]
   Activation<KV>* weights;  // [kRowsOfCall, kSpan]
   KV* keys;                 // [kPanelsOfSpan][depth * 16], gathered keys
-  KV* values;               // [kPanelsOfSpan][head_dim * 16]
+  KV* values;               // [kPanelsOfSpan][head_dim * 16], more than latent attention needs
   float* running;           // two partial results, see PartialResult
 
   static int64_t bytes(int64_t query_rows, int64_t head_dim) {
@@ -66,22 +67,22 @@ struct AttentionScratch {
 struct PartialResult {
   float* largest;   // [num]
   float* sums;      // [num]
-  float* values;    // [num, head_dim]
+  float* values;    // [num, value_dim]; room for head_dim
 
   static int64_t size(int64_t num, int64_t head_dim) { return num * (head_dim + 2); }
   PartialResult(float* at, int64_t num) : largest(at), sums(at + num), values(at + 2 * num) {}
 };
 
 // Adds the result of the next span, `later`, to `earlier`.
-static inline void merge(const PartialResult& earlier, const PartialResult& later, int64_t num, int64_t head_dim) {
+static inline void merge(const PartialResult& earlier, const PartialResult& later, int64_t num, int64_t width) {
   for (int64_t r = 0; r < num; r++) {
     const float largest = std::max(earlier.largest[r], later.largest[r]);
     const float keep = exponential(earlier.largest[r] - largest), add = exponential(later.largest[r] - largest);
     earlier.largest[r] = largest;
     earlier.sums[r] = earlier.sums[r] * keep + later.sums[r] * add;
-    float* to = earlier.values + r * head_dim;
-    const float* from = later.values + r * head_dim;
-    for (int64_t d = 0; d < head_dim; d += kWidth) store(to + d, load(to + d) * keep + load(from + d) * add);
+    float* to = earlier.values + r * width;
+    const float* from = later.values + r * width;
+    for (int64_t d = 0; d < width; d += kWidth) store(to + d, load(to + d) * keep + load(from + d) * add);
   }
 }
 
@@ -135,7 +136,7 @@ struct PagedAttention {
       const bool is_last = span + 1 == tile.last_span;
       compute_span(tile, head, span, scratch, span == tile.first_span ? running : next,
                    is_last ? tile.first_span : span + 1, is_last ? head_after(head) : head);
-      if (span > tile.first_span) merge(running, next, num, options.head_dim);
+      if (span > tile.first_span) merge(running, next, num, value_dim(options));
     }
     store_tile(tile, head, running, store_row);
   }
@@ -149,7 +150,7 @@ struct PagedAttention {
     const int64_t head = task % options.num_kv_heads, num = tile.num_rows * group();
     const PartialResult running = partial(tile.partial, head, num);
     for (int64_t i = 1; i < tile.last_span - tile.first_span; i++)
-      merge(running, partial(tile.partial + i, head, num), num, options.head_dim);
+      merge(running, partial(tile.partial + i, head, num), num, value_dim(options));
     store_tile(tile, head, running, store_row);
   }
 
@@ -157,7 +158,7 @@ struct PagedAttention {
   template <class Store>
   void store_tile(const AttentionTile& tile, int64_t head, const PartialResult& result, Store&& store_row) const {
     for (int64_t r = 0; r < tile.num_rows * group(); r++)
-      store_row(tile.row + r / group(), head * group() + r % group(), result.values + r * options.head_dim,
+      store_row(tile.row + r / group(), head * group() + r % group(), result.values + r * value_dim(options),
                 1.0f / result.sums[r]);
   }
 
@@ -178,7 +179,8 @@ struct PagedAttention {
   // Computes one span's result. The keys of `next_span` and `next_head` are prefetched, as they are probably next.
   void compute_span(const AttentionTile& tile, int64_t head, int64_t span, AttentionScratch<KV>& scratch,
                     const PartialResult& result, int64_t next_span, int64_t next_head) const {
-    const int64_t head_dim = options.head_dim, depth = padded_depth<KV>(head_dim), rows = tile.num_rows * group();
+    const int64_t depth = padded_depth<KV>(options.head_dim), width = value_dim(options);
+    const int64_t rows = tile.num_rows * group();
     const int64_t begin = span * kSpan;
     const int num_keys = static_cast<int>(std::min<int64_t>(kSpan, tile.position + tile.num_rows - begin));
     const int first_panel = first_key(tile.position, begin) / kPanel;
@@ -192,7 +194,7 @@ struct PagedAttention {
     }
     for (int i = 0; i < kPanelsAhead; i++) {
       const int64_t position = std::min(next_span * kSpan + i * kPanel, tile.position);
-      values[num + i] = key_cache + panel_at(slot_of(tile, position), next_head, options.num_kv_heads, head_dim);
+      values[num + i] = key_cache + panel_at(slot_of(tile, position), next_head, options.num_kv_heads, key_dim(options));
     }
 
     for (int64_t row = 0, count; row < rows; row += count) {
@@ -201,11 +203,11 @@ struct PagedAttention {
       const int64_t last_position = tile.position + (row + count - 1) / group();
       const int64_t panels_seen = last_position / kPanel + 1 - begin / kPanel - first_panel;
       const int seen = static_cast<int>(std::min<int64_t>(num, panels_seen));
-      float* to = result.values + row * head_dim;
+      float* to = result.values + row * width;
       if (seen <= 0) {
         std::fill_n(result.largest + row, count, kMaskedScore);
         std::fill_n(result.sums + row, count, 0.0f);
-        std::fill_n(to, count * head_dim, 0.0f);
+        std::fill_n(to, count * width, 0.0f);
         continue;
       }
       multiply_keys<KV>(static_cast<int>(count), scratch.query + row * depth, depth, panels, seen, scratch.scores);
@@ -216,7 +218,7 @@ struct PagedAttention {
               static_cast<int>(std::min<int64_t>(position + 1 - begin, num_keys)) - base, &result.largest[row + r],
               &result.sums[row + r]);
       }
-      multiply_values<KV>(static_cast<int>(count), scratch.weights, values, seen, head_dim, to);
+      multiply_values<KV>(static_cast<int>(count), scratch.weights, values, seen, width, to);
     }
   }
 
@@ -237,41 +239,47 @@ struct PagedAttention {
   // gathered in panel `index` of the scratch memory. Values after the last one are zeros.
   void find_panel(const AttentionTile& tile, int64_t head, int64_t position, int num, int index,
                   AttentionScratch<KV>& scratch, const KV*& keys, const KV*& values) const {
-    const int64_t head_dim = options.head_dim, depth = padded_depth<KV>(head_dim);
-    const auto at = [&](int64_t slot) { return panel_at(slot, head, options.num_kv_heads, head_dim); };
+    const int64_t depth = padded_depth<KV>(options.head_dim), latents = options.latent_dim * kPanel;
+    const int64_t key_width = key_dim(options), value_width = value_dim(options);
+    const auto keys_at = [&](int64_t at) { return key_cache + panel_at(at, head, options.num_kv_heads, key_width); };
+    const auto values_at = [&](int64_t at) {
+      return value_cache + panel_at(at, head, options.num_kv_heads, value_width);
+    };
     // Usually all keys are in place, which the slot of the first one tells.
     const int64_t slot = slot_of(tile, position);
     int in_place = slot % kPanel == 0 ? 1 : 0;
     if (in_place != 0 && batch.block_size % kPanel == 0)
       in_place = static_cast<int>(std::clamp<int64_t>(tile.path_position - position, 1, num));
     while (in_place > 0 && in_place < num && slot_of(tile, position + in_place) == slot + in_place) in_place++;
-    keys = key_cache + at(slot);
-    values = value_cache + at(slot);
-    if (in_place == num && num == kPanel && depth == head_dim) return;
+    keys = keys_at(slot);
+    values = values_at(slot);
+    if (in_place == num && num == kPanel && depth == key_width) return;
 
     KV* own_keys = scratch.keys + index * depth * kPanel;
-    KV* own_values = scratch.values + index * head_dim * kPanel;
-    if (in_place < num || depth != head_dim) {
-      std::memcpy(own_keys, keys, head_dim * kPanel * sizeof(KV));
-      std::memset(static_cast<void*>(own_keys + head_dim * kPanel), 0, (depth - head_dim) * kPanel * sizeof(KV));
+    KV* own_values = scratch.values + index * value_width * kPanel;
+    if (in_place < num || depth != key_width) {
+      std::memcpy(own_keys + latents, keys, key_width * kPanel * sizeof(KV));
+      KV* const end = own_keys + options.head_dim * kPanel;
+      std::memset(static_cast<void*>(end), 0, (depth - options.head_dim) * kPanel * sizeof(KV));
       keys = own_keys;
     }
     if (in_place < num || num < kPanel) {
-      copy_values(values, head_dim, in_place, own_values);
+      copy_values(values, value_width, in_place, own_values);
       values = own_values;
     }
     for (int i = in_place; i < num; i++) {
       const int64_t from = slot_of(tile, position + i);
-      copy_slot(key_cache + at(from), value_cache + at(from), from, own_keys, own_values, i);
+      copy_slot(keys_at(from), values_at(from), from, own_keys + latents, own_values, i);
     }
+    transpose_values(values, options.latent_dim, own_keys);
   }
 
   // Copies a key and its value from one slot of a panel to another.
   void copy_slot(const KV* keys, const KV* values, int64_t from, KV* to_keys, KV* to_values, int64_t to) const {
     constexpr int64_t word = kPerWord<KV>;
-    for (int64_t d = 0; d < options.head_dim * kPanel; d += kPanel * word)
+    for (int64_t d = 0; d < key_dim(options) * kPanel; d += kPanel * word)
       std::memcpy(to_keys + d + to * word, keys + d + from % kPanel * word, 4);
-    for (int64_t column = 0; column < options.head_dim * kPanel; column += kPanel * kPanel)
+    for (int64_t column = 0; column < value_dim(options) * kPanel; column += kPanel * kPanel)
       for (int64_t n = 0; n < kPanel; n++)
         to_values[column + place_in_panel<KV>(to, n)] = values[column + place_in_panel<KV>(from % kPanel, n)];
   }
