@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider.engine.gpu_kernels import attention, decoder, edits, filters, layers, race
+from outrider.engine.gpu_kernels import attention, decoder, edits, experts, filters, layers, race
 from outrider.engine.gpu_kernels.work_list import Tile
 
 CAPABILITIES = (80, 90, 100)
@@ -57,16 +57,16 @@ class Use:
 def cases() -> Iterator[Case]:
     """Yields every kernel, with the sizes of an 8B model of the Llama family."""
     types = dict.fromkeys(("query", "key_cache", "value_cache", "output"), "*bf16")
-    types |= dict.fromkeys(("split_values", "split_largest", "split_totals"), "*fp32")
+    types |= dict.fromkeys(("split_values", "split_largest", "split_totals", "sinks"), "*fp32")
     types |= dict.fromkeys(("block_tables", "plan"), "*i32")
     types |= dict.fromkeys(("positions", "path_starts", "path_slots"), "*i64")
     types |= {"window": "i32"}
     types |= dict.fromkeys(("scale", "softcap"), "fp32")
     sizes = {"HEADS_PER_KV": 4, "HEADS_PER_TILE": 4, "NUM_KV_HEADS": 8, "HEAD": 128, "HEAD_DIM": 128, "BLOCK_SIZE": 16}
     sizes |= {"LINES": TILE.lines, "KEYS": TILE.keys, "SPLIT_KEYS": TILE.split_keys}
-    sizes |= {"SPLITS_PER_SIZE": TILE.splits_per_size}
+    sizes |= {"SPLITS_PER_SIZE": TILE.splits_per_size, "GROUP": 0}
     for has_paths in (False, True):
-        flags = {"HAS_WINDOW": False, "HAS_SOFTCAP": False, "HAS_PATHS": has_paths}
+        flags = {"HAS_WINDOW": False, "HAS_SINKS": False, "HAS_SOFTCAP": False, "HAS_PATHS": has_paths}
         yield Case(
             f"attend{', trees' * has_paths}",
             attention.attend,
@@ -77,11 +77,11 @@ def cases() -> Iterator[Case]:
             num_warps=TILE.num_warps,
             num_stages=TILE.num_stages,
         )
-    flags = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_PATHS": False}
+    flags = {"HAS_WINDOW": True, "HAS_SINKS": True, "HAS_SOFTCAP": True, "HAS_PATHS": False}
     large = sizes | {"HEADS_PER_KV": 2, "HEADS_PER_TILE": 2, "HEAD": 256, "HEAD_DIM": 256, "KEYS": 32}
     yield Case("attend, heads of 256", attention.attend, types, large | flags, max_shared=64 << 10, max_spilled=128)
     merged = {"NUM_HEADS": 32, "HEAD": 128, "HEAD_DIM": 128, "SPLIT_KEYS": TILE.split_keys, "HAS_WINDOW": False}
-    merged |= {"SPLITS_PER_SIZE": TILE.splits_per_size}
+    merged |= {"SPLITS_PER_SIZE": TILE.splits_per_size, "HAS_SINKS": True}
     yield Case(
         "merge_splits",
         attention.merge_splits,
@@ -143,6 +143,34 @@ def cases() -> Iterator[Case]:
         "merge_products", layers.merge_products, types, sizes, max_shared=1 << 10, max_spilled=0, max_registers=40
     )
     yield from _decoder_kernels()
+    yield from _experts()
+
+
+def _experts() -> Iterator[Case]:
+    """Yields the kernels of experts, with the sizes of Qwen 3 30B A3B, and of the layout of gpt-oss."""
+    tile = layers.PRODUCT_TILE
+    types = dict.fromkeys(("rows", "weight", "bias", "output"), "*bf16") | {"products": "*fp32", "weights": "*fp32"}
+    types |= dict.fromkeys(("order", "starts", "tile_starts", "expert_ids"), "*i64")
+    counts = ("num_outputs", "num_features", "expert_stride", "output_stride", "feature_stride")
+    types |= dict.fromkeys(counts, "i32")
+    sizes = {"NUM_EXPERTS": 128, "PADDED_EXPERTS": 128, "DIVISOR": 8}
+    sizes |= {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "FEATURES": tile.features}
+    for is_transposed in (False, True):
+        one = "output_stride" if is_transposed else "feature_stride"
+        yield Case(
+            f"multiply_by_experts{', transposed' * is_transposed}",
+            experts.multiply_by_experts,
+            types,
+            sizes | {"HAS_BIAS": is_transposed, one: 1},
+            max_shared=48 << 10,
+            max_spilled=0,
+            max_registers=128,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            multiples_of_16=tuple({*counts} - {one}),
+        )
+    sizes = {"NUM_EXPERTS": 128, "NUM_SLOTS": 8, "BLOCK": experts.SLOTS_BLOCK}
+    yield Case("add_slots", experts.add_slots, types, sizes, max_shared=1 << 10, max_spilled=0, max_registers=40)
 
 
 def _decoder_kernels() -> Iterator[Case]:

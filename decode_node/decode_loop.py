@@ -258,7 +258,7 @@ class DecodeLoop:
         if self._profiler.is_capturing:
             with self.progress.paused():  # torch's profiler may take seconds, which must not count as a slow step
                 self._profiler.step_ended(
-                    nanoseconds, kind=step_kind(plan), num_rows=plan.num_rows, num_sequences=len(plan.scheduled)
+                    nanoseconds, kind=step_kind(plan), num_rows=plan.num_rows, scheduled=plan.scheduled
                 )
 
     def _launch(self) -> LaunchedStep | None:

@@ -92,6 +92,8 @@ class Profile:
     timed_out: bool = False
     kv_bytes_per_token: int = 0  # size of a token's keys and values in the node's cache
     feature_bytes_per_token: int = 0  # additional size of a token's features for a drafter head
+    num_longest_tokens: int = 0  # of the longest sequence of a step
+    longest_kv_bytes: int = 0  # size of that sequence's keys and values
     weights: str = ""  # the format of the model's weights
 
 

@@ -142,10 +142,7 @@ class PrefillLoop:
         if self._profiler.is_capturing:
             with self.progress.paused():  # starting or stopping torch's profiler takes seconds, but is not a slow step
                 self._profiler.step_ended(
-                    stats.nanoseconds,
-                    kind=StepKind.PROMPT,
-                    num_rows=plan.num_rows,
-                    num_sequences=len(plan.scheduled),
+                    stats.nanoseconds, kind=StepKind.PROMPT, num_rows=plan.num_rows, scheduled=plan.scheduled
                 )
         self._emit((), stats)
         self._time.mark(Part.EMIT)

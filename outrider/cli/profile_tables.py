@@ -42,6 +42,12 @@ def engine_lines(profiles: Sequence[Profile]) -> Iterator[str]:
             f"{profile.seconds:.2f} s{f'; weights: {profile.weights}' if profile.weights else ''}; a token has "
             f"{profile.kv_bytes_per_token:,} bytes of K and V, {profile.feature_bytes_per_token:,} of features"
         )
+        if held := profile.longest_kv_bytes:
+            share = held / (profile.num_longest_tokens * profile.kv_bytes_per_token)
+            yield (
+                f"{profile.node}: the longest sequence has {profile.num_longest_tokens:,} tokens and {held:,} bytes of "
+                f"K and V, {share:.2f} of {profile.kv_bytes_per_token:,} a token"
+            )
     columns = [
         Column(profile, kind, steps)
         for profile in profiles

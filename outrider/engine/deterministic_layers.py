@@ -1,4 +1,4 @@
-"""Batch-invariant linear layers and norms for a transformers model on a GPU.
+"""Batch-invariant linear layers, experts and norms for a transformers model on a GPU.
 
 torch computes the remaining operations, which are elementwise: activations, rotations and sums. If any other operation
 of a model depends on the batch, this is detected at load by comparing rows over several batches
@@ -7,10 +7,15 @@ of a model depends on the batch, this is detected at load by comparing rows over
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 from torch import Tensor, nn
 
+from outrider.engine.experts import replace_experts
 from outrider.engine.gpu_kernels.decoder import Norm, rms_norm
+from outrider.engine.gpu_kernels.experts import SortedSlots, grouped_linear, sort_slots, sum_of_slots
 from outrider.engine.gpu_kernels.layers import PRODUCT_TILE, linear
 from outrider.engine.gpu_kernels.work_list import Tile
 from outrider.engine.linear import replace_linear_layers, replace_norms
@@ -32,6 +37,33 @@ class DeterministicLinear(nn.Module):
         return linear(flat, self.weight, self._bias).view(*rows.shape[:-1], self.out_features)
 
 
+class DeterministicExperts(nn.Module):
+    """The weighted sum of each row's experts, whose products our kernels compute and whose activation is their own."""
+
+    def __init__(self, experts: Any) -> None:
+        """`experts`: transformers' experts, whose weights remain where they are."""
+        super().__init__()
+        self._experts = experts
+
+    def forward(self, rows: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """Maps [num_rows, hidden_size] to the same shape and dtype. `expert_ids` and `weights`: [num_rows, slots]."""
+        experts, rows = self._experts, rows.contiguous()
+        ids, num_slots = expert_ids.long().contiguous(), expert_ids.numel()
+        slots = sort_slots(ids, experts.num_experts)
+        up = self._product(rows, slots, "gate_up_proj" if experts.has_gate else "up_proj", rows.dtype, num_slots)
+        active = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)  # noqa: SLF001 as gate_of
+        products = self._product(active.contiguous(), slots, "down_proj", torch.float32, num_slots)
+        scales = weights.float().contiguous()
+        return sum_of_slots(products, ids, scales, experts.num_experts, torch.empty_like(rows))
+
+    def _product(self, rows: Tensor, slots: SortedSlots, name: str, dtype: torch.dtype, num_slots: int) -> Tensor:
+        experts = self._experts
+        weight, bias = getattr(experts, name), getattr(experts, f"{name}_bias") if experts.has_bias else None
+        num_outputs = weight.shape[2 if experts.is_transposed else 1]
+        output = torch.empty((num_slots, num_outputs), dtype=dtype, device=rows.device)
+        return grouped_linear(rows, slots, weight, bias, output, is_transposed=experts.is_transposed)
+
+
 class DeterministicRMSNorm(nn.Module):
     """An RMS norm that our kernel computes."""
 
@@ -46,7 +78,8 @@ class DeterministicRMSNorm(nn.Module):
 
 
 def make_deterministic(model: nn.Module) -> None:
-    """Replaces the model's linear layers and norms in place."""
+    """Replaces the model's linear layers, experts and norms in place."""
+    replace_experts(model, DeterministicExperts, DeterministicLinear)
     replace_linear_layers(model, DeterministicLinear)
     replace_norms(model, DeterministicRMSNorm)
 

@@ -280,11 +280,12 @@ def _place_tree(index: int, seq: SequenceRows, positions: array[int], paths: dic
 def _path_arrays(paths: dict[int, list[int]], slots: array[int], num_rows: int) -> tuple[array[int], array[int]]:
     """Returns `path_starts` and `path_slots`. `paths`: the rows on each row's path."""
     starts, places = array("q"), array("q")
-    if paths:
-        starts.append(0)
-        for row in range(num_rows):
-            places.extend(paths.get(row, ()))
-            starts.append(len(places))
+    if not paths:
+        return starts, places
+    starts.append(0)
+    for row in range(num_rows):
+        places.extend(paths.get(row, ()))
+        starts.append(len(places))
     return starts, array("q", [slots[group + row] for group in range(0, len(slots), num_rows) for row in places])
 
 

@@ -11,7 +11,7 @@ KERNELS_REVISION = 2
 """Revision of the native kernels' arithmetic. Raise it whenever the same model and tokens give other bits than before.
 Nodes with different revisions can serve together, as can nodes with different instruction paths, because they exchange
 data in the same format."""
-LAYERS_REVISION = 3
+LAYERS_REVISION = 4
 """Revision of the arithmetic of the native layers that replace single layers of a transformers model."""
 
 

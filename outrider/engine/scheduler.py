@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,8 +141,7 @@ class Scheduler:
         self._running: list[EngineSequence] = []  # sorted by _running_rank
         self._waiting: list[EngineSequence] = []  # sorted by _waiting_rank
         self._first_row = 0  # index where the round-robin assignment of single rows begins
-        # (queue's head, blocks available in each group of layers when it was refused)
-        self._refused: tuple[EngineSequence, tuple[int, ...]] | None = None
+        self._refused: tuple[EngineSequence, tuple[int, ...]] | None = None  # queue's head, blocks available by group
 
     @property
     def running(self) -> Sequence[EngineSequence]:
@@ -306,11 +306,8 @@ class Scheduler:
             sequence = self._waiting[0]
             kept_back = self._reserve_blocks * len(self._running)  # blocks for the growth of running sequences
             available = tuple(free - kept_back for free in self._pool.free_by_group)
-            was_refused = (
-                self._refused is not None
-                and self._refused[0] is sequence
-                and all(now <= then for now, then in zip(available, self._refused[1], strict=True))
-            )
+            refused, then = self._refused or (None, ())
+            was_refused = refused is sequence and all(map(operator.le, available, then))
             if self._running and (was_refused or not self._has_rows_for(sequence)):
                 return  # trying again would hash the whole prompt for the same result
             kv = sequence.kv or self._cached_prefix(sequence)

@@ -10,6 +10,8 @@ from outrider.engine.step_clock import ForwardPhases, StepClock
 from outrider.profile import FORWARD_PREFIX, FORWARD_REST, Capture, Captured, Part, Profile, ProfiledStep, StepKind
 
 if TYPE_CHECKING:
+    from outrider.engine.kv_cache.sequence_kv import SequenceKV
+    from outrider.engine.scheduler import Scheduled
     from outrider.engine.torch_trace import TorchTrace
 
 
@@ -44,6 +46,7 @@ class StepProfiler:
         self._steps: list[ProfiledStep] = []
         self._trace: TorchTrace | None = None
         self._num_traced_steps = 0
+        self._longest = 0, 0  # tokens of the longest sequence of a step, and bytes of its keys and values
         self._event_loop_nanoseconds = 0
 
     @property
@@ -56,6 +59,7 @@ class StepProfiler:
         self._capture = capture
         self._steps = []
         self._num_traced_steps = 0
+        self._longest = 0, 0
         self._phases.start()
         self._event_loop_nanoseconds = self._read_event_loop()
         self.clock.restart()
@@ -75,15 +79,20 @@ class StepProfiler:
             num_traced_steps=self._num_traced_steps,
             kv_bytes_per_token=sum(plane.bytes_per_token for plane in self._planes if not plane.is_feature),
             feature_bytes_per_token=sum(plane.bytes_per_token for plane in self._planes if plane.is_feature),
+            num_longest_tokens=self._longest[0],
+            longest_kv_bytes=self._longest[1],
             weights=self._weights,
         )
         current.on_done(Captured(profile, trace.export if trace is not None and self._num_traced_steps else None))
         self.clock.restart()
 
-    def step_ended(self, nanoseconds: Mapping[str, int], *, kind: StepKind, num_rows: int, num_sequences: int) -> None:
-        """Records a step. `nanoseconds`: the time of each part, from the clock."""
+    def step_ended(
+        self, nanoseconds: Mapping[str, int], *, kind: StepKind, num_rows: int, scheduled: Sequence[Scheduled]
+    ) -> None:
+        """Records a step. `nanoseconds`: the time of each part, from the clock. `scheduled`: its sequences."""
         if self._capture is None:
             return
+        self._measure_longest([item.sequence.kv for item in scheduled if item.sequence.kv is not None])
         options = self._capture.options
         if self._trace is not None:
             self._trace.step_ended()
@@ -94,7 +103,7 @@ class StepProfiler:
                 ProfiledStep(
                     kind=kind,
                     num_rows=num_rows,
-                    num_sequences=num_sequences,
+                    num_sequences=len(scheduled),
                     nanoseconds=self._split_forward(nanoseconds),
                     event_loop_nanoseconds=self._event_loop_nanoseconds - before,
                 )
@@ -104,6 +113,14 @@ class StepProfiler:
                 self._trace = self._start_trace()
         if len(self._steps) == options.num_steps and self._num_traced_steps == options.num_traced_steps:
             self.end()
+
+    def _measure_longest(self, tables: Sequence[SequenceKV]) -> None:
+        longest = max(tables, key=lambda kv: kv.num_tokens, default=None)
+        if longest is None or longest.num_tokens <= self._longest[0]:
+            return
+        held, planes = longest.num_held_tokens, [plane for plane in self._planes if not plane.is_feature]
+        num_bytes = sum(held.get(plane.window, held[0]) * plane.bytes_per_token for plane in planes)
+        self._longest = longest.num_tokens, num_bytes
 
     def _split_forward(self, nanoseconds: Mapping[str, int]) -> Mapping[str, int]:
         """Replaces the forward part by its phases and the remaining time."""

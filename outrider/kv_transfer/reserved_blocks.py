@@ -39,7 +39,7 @@ class ReservedBlocks:
         num_tokens = len(block_ids) * kv_cache.block_size
         self._slots = {0: slots_of(block_ids, num_tokens, kv_cache.block_size)}
         self._slots.update((table.pool.window, np.full(num_tokens, -1)) for table in windows)
-        self._windows = {plane.name: plane.window for plane in kv_cache.planes}
+        self._windows = {plane.name: plane.window for plane in kv_cache.planes if plane.window} if windows else {}
         self.update(windows)
         self._reserved = kv_cache.fence()
         self.are_held = are_held
@@ -68,4 +68,4 @@ class ReservedBlocks:
         return self._kv_cache.take(region.plane, region.layers, self._slots_of(region), after, heads=region.heads)
 
     def _slots_of(self, region: Region) -> Slots:
-        return self._slots[self._windows[region.plane]][region.tokens.start : region.tokens.stop]
+        return self._slots[self._windows.get(region.plane, 0)][region.tokens.start : region.tokens.stop]

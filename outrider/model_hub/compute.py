@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.device import device_type
 from outrider.engine.gpu_turns import loading_turn
 from outrider.engine.graph_shapes import GraphShapes
-from outrider.engine.kv_cache.block_pool import BlockPool, WindowPool
+from outrider.engine.kv_cache.block_pool import BlockPool, make_pool
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.open_runner import open_runner
 from outrider.engine.processor import usable_cpus
@@ -48,26 +47,12 @@ class ModelRuntime:
 
     def make_pool(self, config: KVCacheConfig) -> BlockPool:
         """Makes a pool of the cache's blocks."""
-        cache = self.kv_cache
-        first_blocks = accumulate((cache.num_blocks, *cache.window_blocks))
-        shared: dict[str, Any] = {
-            "block_size": cache.block_size,
-            "hash_seed": bytes.fromhex(self.model.info.fingerprint),
-            "enable_prefix_cache": config.prefix_cache,
-        }
-        windows = [
-            WindowPool(
-                window=group.window,
-                max_step_tokens=self.max_rows_per_step,
-                first_block=first_block,
-                num_blocks=num_blocks,
-                **shared,
-            )
-            for group, first_block, num_blocks in zip(
-                cache.layer_groups[1:], first_blocks, cache.window_blocks, strict=False
-            )
-        ]
-        return BlockPool(num_blocks=cache.num_blocks, windows=windows, **shared)
+        return make_pool(
+            self.kv_cache,
+            hash_seed=bytes.fromhex(self.model.info.fingerprint),
+            max_step_tokens=self.max_rows_per_step,
+            enable_prefix_cache=config.prefix_cache,
+        )
 
     def describe(self, config: ModelConfig, *, cpu_turns: CpuTurns) -> dict[str, object]:
         """Describes the model for a node's start-up line. `config`: the settings with which it was opened."""

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from outrider.engine.cpu_kernels.decoder_options import DecoderOptions
 from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
 from outrider.engine.cpu_kernels.matrices import rounded_weight
+from outrider.engine.experts import EXPERT_WEIGHTS, are_experts, gate_of
 from outrider.errors import ModelError
 from outrider.model_hub.lazy_tensors import Tensors
 from outrider.model_hub.support import architecture_name, probe_token_ids
@@ -131,8 +132,12 @@ def _reader(
     Raises: ModelError if a tensor is missing, or is not one of the model's; `read` raises it for a wrong shape.
     """
     sources = _sources(model, tensors, may_have_others=may_have_others)
-    linear = {f"{path}.weight" for path, module in model.named_modules() if quantise and type(module) is nn.Linear}
-    rounded = {sources[name] for name in linear}  # includes embeddings that are the head, too
+    rounded: dict[str, bool] = {}  # by tensor, including embeddings that are the head: whether outputs come last
+    for path, module in model.named_modules() if quantise else ():
+        if type(module) is nn.Linear:
+            rounded[sources[f"{path}.weight"]] = False
+        elif are_experts(module) and gate_of(module) is not None:
+            rounded |= dict.fromkeys((sources[f"{path}.{name}"] for name in EXPERT_WEIGHTS), module.is_transposed)
 
     def read(name: str, like: Tensor) -> Tensor:
         source = sources[name]
@@ -140,7 +145,9 @@ def _reader(
         if isinstance(stored, GroupedWeight):
             stored = stored.dequantise()
         elif source in rounded:
-            stored = rounded_weight(stored, quantise)
+            rows = stored.swapaxes(-1, -2) if rounded[source] else stored
+            rows = rounded_weight(rows.reshape(-1, rows.shape[-1]), quantise).reshape(rows.shape)
+            stored = rows.swapaxes(-1, -2) if rounded[source] else rows
         if stored.shape != like.shape:
             raise ModelError(
                 f"{architecture_name(model.config)}: {source} has the shape {list(stored.shape)}, but the "

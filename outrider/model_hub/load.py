@@ -197,8 +197,10 @@ def _load_modules(source: _Source) -> tuple[_Source, RunnableModel]:
     check_deterministic(config, device, source.kernels)
     quantise = source.weights.rounded_to
     if quantise:
-        rounded = partial(layerwise_logits, source.hf_config, tensors_of(model), quantise=quantise)
-        expected = rounded(dtype=TORCH_DTYPES[source.dtype])
+        # A name for the tensors would keep them alive while their layers are packed.
+        expected = layerwise_logits(
+            source.hf_config, tensors_of(model), dtype=TORCH_DTYPES[source.dtype], quantise=quantise
+        )
     else:
         expected = own_logits(model, probe_token_ids(spec.vocab_size))
     runnable = _make_runnable(source, model, spec, layers)
@@ -232,7 +234,7 @@ def _numerics(source: _Source, model: RunnableModel) -> Numerics:
     config, dtype = source.config, model.spec.dtype
     if model.native is not None:
         by_layers = isinstance(model.native, NativeLayers)
-        # torch computes experts, Conv1D and everything else that is not a linear layer.
+        # torch computes Conv1D, experts of unknown forms and everything else that is none of our layers.
         batch_invariance = (
             torch_batch_invariance(dtype) if by_layers and depends_on_batch(model) else BatchInvariance.EXACT
         )

@@ -1,8 +1,8 @@
 """Checks at load that a decoder can be served, by running it.
 
 Each layer must store plain keys and values for each token, or a latent vector, and use transformers'
-AttentionInterface only for causal attention with a scale, a window and a soft cap. Other models are refused with an
-error that names them.
+AttentionInterface only for causal attention with a scale, a window, a soft cap and sinks. Other models are refused with
+an error that names them.
 """
 
 from __future__ import annotations
@@ -264,6 +264,8 @@ def _recorder(
         ]
         if unknown or extras.get("is_causal") is False:
             raise ModelError(f"{name} asks attention for {', '.join(unknown) or 'two directions'}: not supported")
+        if options.sinks is not None and options.sinks.shape != (query.shape[1],):
+            raise ModelError(f"{name} has attention sinks {[*options.sinks.shape]} for {query.shape[1]} query heads")
         if layer in layers:
             raise ModelError(f"{name} attends twice in layer {layer}: not supported")
         stored = (key.shape[1], key.shape[2], 0) if latent is None else latent_shape(latent)

@@ -186,7 +186,7 @@ class ProfileChunk(_message.Message):
     def __init__(self, summary: _Optional[_Union[ProfileSummary, _Mapping]] = ..., trace: _Optional[bytes] = ...) -> None: ...
 
 class ProfileSummary(_message.Message):
-    __slots__ = ("node", "steps", "num_traced_steps", "microseconds", "timed_out", "kv_bytes_per_token", "feature_bytes_per_token", "weights")
+    __slots__ = ("node", "steps", "num_traced_steps", "microseconds", "timed_out", "kv_bytes_per_token", "feature_bytes_per_token", "weights", "num_longest_tokens", "longest_kv_bytes")
     NODE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_TRACED_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +195,8 @@ class ProfileSummary(_message.Message):
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FEATURE_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LONGEST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     node: str
     steps: _containers.RepeatedCompositeFieldContainer[StepAccount]
     num_traced_steps: int
@@ -203,7 +205,9 @@ class ProfileSummary(_message.Message):
     kv_bytes_per_token: int
     feature_bytes_per_token: int
     weights: str
-    def __init__(self, node: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[StepAccount, _Mapping]]] = ..., num_traced_steps: _Optional[int] = ..., microseconds: _Optional[int] = ..., timed_out: bool = ..., kv_bytes_per_token: _Optional[int] = ..., feature_bytes_per_token: _Optional[int] = ..., weights: _Optional[str] = ...) -> None: ...
+    num_longest_tokens: int
+    longest_kv_bytes: int
+    def __init__(self, node: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[StepAccount, _Mapping]]] = ..., num_traced_steps: _Optional[int] = ..., microseconds: _Optional[int] = ..., timed_out: bool = ..., kv_bytes_per_token: _Optional[int] = ..., feature_bytes_per_token: _Optional[int] = ..., weights: _Optional[str] = ..., num_longest_tokens: _Optional[int] = ..., longest_kv_bytes: _Optional[int] = ...) -> None: ...
 
 class StepAccount(_message.Message):
     __slots__ = ("kind", "num_rows", "num_sequences", "nanoseconds", "event_loop_nanoseconds")

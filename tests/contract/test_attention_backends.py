@@ -28,6 +28,7 @@ from tests.speculation.draft_trees import path_to
 from tests.support.interpreted_triton import interpreted_attention
 
 PLAIN = AttentionOptions(0.25)
+SINKS = torch.tensor([-1.0, 8.0, 0.5, -30.0, 4.0, 2.0])  # of the six heads that `run` has by default
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 HAS_CUDA = torch.cuda.is_available()
@@ -71,16 +72,6 @@ BACKENDS = [
     case("flash_attn", "cuda", torch.bfloat16, pytest.mark.gpu, NEEDS_FLASH_ATTN),
 ]
 
-LATENT_BACKENDS = {"torch_sdpa", "native"}
-LATENT = AttentionOptions(0.25, latent_dim=32)
-# (known rows, tokens before them, parents of the drafts behind them) of each sequence in one batch
-TREES = {
-    "alone": [(1, 40, (-1, 0, 1, -1, 0))],
-    "at_the_beginning": [(1, 0, (-1, -1, -1))],
-    "across_a_block_border": [(1, 13, (-1, -1, 0, 1, 2, 3))],
-    "among_others": [(1, 20, ()), (1, 37, (-1, 0, -1, 2)), (5, 3, ()), (1, 37, (-1, 0, 0, 1)), (4, 0, (-1, -1))],
-    "behind_a_chunk": [(25, 31, (-1, 0, -1, 0, 2, 2)), (1, 300, (-1, -1, -1))],
-}
 # (rows, tokens before them) of each sequence in one batch
 BATCHES = {
     "one_row": [(1, 40)],
@@ -136,6 +127,8 @@ def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=
     """
     name, device, dtype = backend
     attention = make_backend(name, device, dtype, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    if options.sinks is not None:
+        options = replace(options, sinks=options.sinks.to(device))
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
@@ -198,7 +191,9 @@ def reference(query, keys, values, before, options):
         scores = keys[first : position + 1, head // heads_per_kv] @ query[row, head] * options.scaling
         if options.softcap is not None:
             scores = options.softcap * torch.tanh(scores / options.softcap)
-        output[row, head] = torch.softmax(scores, 0) @ values[first : position + 1, head // heads_per_kv]
+        weights = scores.exp()
+        total = weights.sum() + (0.0 if options.sinks is None else options.sinks[head].double().exp())
+        output[row, head] = weights / total @ values[first : position + 1, head // heads_per_kv]
     return output
 
 
@@ -216,6 +211,8 @@ LAYERS = {
     "window_of_40": (5, AttentionOptions(0.25, sliding_window=40)),
     "soft_cap": (8, AttentionOptions(0.25, softcap=1.5)),
     "soft_cap_and_window": (16, AttentionOptions(0.25, sliding_window=16, softcap=1.5)),
+    "sinks": (16, AttentionOptions(0.25, sinks=SINKS)),
+    "sinks_soft_cap_and_window": (8, AttentionOptions(0.25, sliding_window=16, softcap=1.5, sinks=SINKS)),
 }
 
 
@@ -241,19 +238,22 @@ def test_query_heads_share_key_value_heads_in_order(backend, num_heads, num_kv_h
     assert_equal(outputs, backend)
 
 
-@pytest.mark.parametrize("backend", [each for each in BACKENDS if each.values[0][0] in LATENT_BACKENDS], indirect=True)
-@pytest.mark.parametrize("sequences", [BATCHES["row_counts_mixed"], TREES["among_others"], TREES["behind_a_chunk"]])
-@pytest.mark.parametrize("options", [LATENT, replace(LATENT, sliding_window=30, softcap=1.5)])
-def test_latents_are_keys_and_values(backend, sequences, options):
-    assert_equal(run(backend, sequences, options, num_heads=9, num_kv_heads=1, head_dim=48), backend)
+@pytest.mark.parametrize("window", [None, 700])
+def test_a_sink_counts_once_in_a_context_that_is_divided(backend, window):
+    """Some backends divide the keys of few rows among threads or programs, and merge the parts."""
+    options = AttentionOptions(0.25, sliding_window=window, sinks=SINKS)
+    outputs = run(backend, [(2, 1300)], options, block_size=16)
+    assert_equal(outputs, backend)
+    _, without, _ = run(backend, [(2, 1300)], replace(options, sinks=None), block_size=16)
+    assert float((outputs[1] - without).abs().max()) > 2 * TOLERANCES[backend[2]], "the test would notice a lost sink"
 
 
-def test_latent_attention_has_its_own_backend(monkeypatch):
-    monkeypatch.setattr("outrider.engine.attention.why_no_triton", lambda _device: "")
-    assert make_attention_backend("auto", "cpu", "bfloat16", latent_dim=32).name == "torch_sdpa"
-    for name in ("triton", "varlen_attn"):
-        with pytest.raises(ConfigError, match=f"{name} does not compute latent attention: use auto or torch_sdpa"):
-            make_attention_backend(name, "cpu", "bfloat16", latent_dim=32)
+def test_sinks_may_be_far_from_all_scores(backend):
+    options = AttentionOptions(0.25, sinks=torch.tensor([-1e30, -1e4, -200.0, 200.0, 1e4, 1e30]))
+    output, expected, _ = run(backend, [(3, 300), (9, 0)], options)
+    _, without, _ = run(backend, [(3, 300), (9, 0)], PLAIN)
+    assert not output[:, 3:].any()
+    assert_equal((output[:, :3], without[:, :3], expected), backend)
 
 
 def test_a_wrong_mask_would_be_noticed(backend):
@@ -263,10 +263,21 @@ def test_a_wrong_mask_would_be_noticed(backend):
     assert float((output - expected).abs().max()) > 10 * TOLERANCES[backend[2]]
 
 
+# (known rows, tokens before them, parents of the drafts behind them) of each sequence in one batch
+TREES = {
+    "alone": [(1, 40, (-1, 0, 1, -1, 0))],
+    "at_the_beginning": [(1, 0, (-1, -1, -1))],
+    "across_a_block_border": [(1, 13, (-1, -1, 0, 1, 2, 3))],
+    "among_others": [(1, 20, ()), (1, 37, (-1, 0, -1, 2)), (5, 3, ()), (1, 37, (-1, 0, 0, 1)), (4, 0, (-1, -1))],
+    "behind_a_chunk": [(25, 31, (-1, 0, -1, 0, 2, 2)), (1, 300, (-1, -1, -1))],
+}
+
+
 TREE_LAYERS = {
     "plain": PLAIN,
     "window_of_3": AttentionOptions(0.25, sliding_window=3),
     "soft_cap_and_window_of_30": AttentionOptions(0.25, sliding_window=30, softcap=1.5),
+    "sinks_and_window_of_30": AttentionOptions(0.25, sliding_window=30, sinks=SINKS),
 }
 
 
@@ -309,6 +320,7 @@ def test_flash_attention_has_prompts_and_leaves_steps_trees_and_what_it_cannot_c
         "odd heads": (chunks, PLAIN, 20),
         "large heads": (chunks, PLAIN, 264),
         "a soft cap": (chunks, AttentionOptions(0.25, softcap=1.5), 16),
+        "sinks": (chunks, AttentionOptions(0.25, sinks=torch.zeros(2)), 16),
     }
     for rows, options, head_dim in steps.values():
         batch = build_input_batch(rows, 8)

@@ -53,7 +53,8 @@ class ScriptedIngest:
     def address(self, reached_host):
         return f"{reached_host}:1"
 
-    def open(self, transfer_id, block_ids, *, start_token, end_token):
+    def open(self, transfer_id, block_ids, *, windows, start_token, end_token):
+        assert not windows
         spec = TransferSpec(
             transfer_id=transfer_id,
             incarnation=INCARNATION,

@@ -36,7 +36,9 @@ def test_all_frames_of_a_transfer_wait_for_what_was_queued_when_its_blocks_were_
     """On a GPU, with a fence for each frame, a frame would wait for the step that is running when it arrives."""
     fences, waited_for = iter(["reserved", "later"]), []
     cache = SimpleNamespace(
-        block_size=16, fence=lambda: next(fences), write=lambda *arguments, heads: waited_for.append(arguments[4])
+        block_size=16,
+        fence=lambda: next(fences),
+        write=lambda *arguments, heads: waited_for.append(arguments[4]),
     )
     sink = ReservedBlocks(cache, [3, 4])
     for start in (0, 8):

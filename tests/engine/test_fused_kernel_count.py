@@ -106,7 +106,7 @@ def runner_of(architecture, num_layers, *, is_deterministic=False, features=None
         options = [AttentionOptions(config.head_dim**-0.5)] * num_layers
         fused = FusedDecoder(model, spec, options, is_deterministic=is_deterministic)
     loaded = RunnableModel(model=model, native=None, device=str(GPU), spec=spec, fused=fused)
-    cache = PagedKVCache(spec.planes, num_blocks=64, block_size=16, device=str(GPU))
+    cache = PagedKVCache(spec.planes, layer_groups=spec.layer_groups, num_blocks=64, block_size=16, device=str(GPU))
     heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
     from outrider.engine.attention.triton_paged import TritonAttention  # imports triton
 

@@ -131,7 +131,7 @@ def node(backend, sampler, gpu, monkeypatch):
     loaded = RunnableModel(model=model.eval(), native=None, device=str(GPU), spec=spec)
     attention = make_attention_backend(backend, str(GPU), spec.dtype, num_heads=4, num_kv_heads=2)
     assert attention.name == backend
-    cache = PagedKVCache(spec.planes, num_blocks=24, block_size=16, device=str(GPU))
+    cache = PagedKVCache(spec.planes, layer_groups=spec.layer_groups, num_blocks=24, block_size=16, device=str(GPU))
     return SimpleNamespace(
         cache=cache,
         runner=make_runner(loaded, cache, attention),

@@ -83,9 +83,9 @@ def test_a_rejected_draft_leaves_nothing_behind(loaded, node):
 
     fresh = node.table(46)
     node.prefill(PROMPT[:46], fresh)
-    for plane in ("k", "v"):
+    for plane in node.cache.planes:
         rolled_back, prefilled = (
-            torch.from_numpy(node.cache.read(plane, range(loaded.spec.num_layers), node.slots(table, range(46)))).view(
+            torch.from_numpy(node.cache.read(plane.name, range(plane.num_layers), node.slots(table, range(46)))).view(
                 torch.float32
             )
             for table in (blocks, fresh)
@@ -115,13 +115,13 @@ def test_kv_that_came_over_the_wire_serves_as_well_as_computed(loaded, node):
     node.prefill(PROMPT[:-1], blocks)
     other = CachedRunner(loaded, num_blocks=30, block_size=3)
     table = list(range(29, 29 - 21, -1))
-    for plane in ("k", "v"):
+    for plane in node.cache.planes:
         for start in range(0, 60, 25):
             tokens = range(start, min(60, start + 25))
             taken = node.slots(blocks, tokens)
             placed = other.slots(table, tokens)
-            for layers in (range(2), range(2, 3)):
-                other.cache.write(plane, layers, placed, node.cache.read(plane, layers, taken).data)
+            for layers in (range(1), range(1, plane.num_layers)):
+                other.cache.write(plane.name, layers, placed, node.cache.read(plane.name, layers, taken).data)
     assert_same(other.forward(SequenceRows(PROMPT[-1:], 60, table, 1)), reference_logits(loaded, PROMPT)[-1:])
 
 
@@ -129,13 +129,18 @@ def test_each_layer_is_reported_when_its_kv_is_in_the_cache(loaded, node):
     blocks = node.table(10)
     slots = node.slots(blocks, range(10))
     seen = {}
+
+    def keys_of(layer):
+        (group,) = (each for each in node.cache.layer_groups if layer in each.layers)
+        return node.cache.read(group.plane_names[0], group.places(range(layer, layer + 1)), slots)
+
     node.forward(
         SequenceRows(PROMPT[:10], 0, blocks, 0),
-        on_layer_done=lambda layer: seen.__setitem__(layer, node.cache.read("k", range(layer, layer + 1), slots)),
+        on_layer_done=lambda layer: seen.__setitem__(layer, keys_of(layer)),
     )
     assert list(seen) == list(range(loaded.spec.num_layers))
     for layer, keys in seen.items():
-        assert (keys == node.cache.read("k", range(layer, layer + 1), slots)).all()
+        assert (keys == keys_of(layer)).all()
         assert keys.any()
 
 

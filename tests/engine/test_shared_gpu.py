@@ -129,7 +129,7 @@ def start(monkeypatch, tmp_path):
     class Cache(PagedKVCache):
         def __init__(self, planes, *, num_blocks, block_size, device, num_scratch_blocks, **_options):
             self.planes, self.num_blocks, self.block_size, self.device = planes, num_blocks, block_size, device
-            self.scratch_blocks = (num_blocks,)
+            self.scratch_blocks, self.num_tables = (num_blocks,), 1
             per_token = sum(plane.bytes_per_token for plane in planes)
             num_bytes = (num_blocks + num_scratch_blocks) * block_size * per_token
             gpus[0].take(num_bytes)

@@ -155,6 +155,7 @@ def test_padding_changes_no_other_row(model):
     """Native kernels give equal bits, torch's kernels only close numbers."""
     cache = PagedKVCache(
         model.spec.planes,
+        layer_groups=model.spec.layer_groups,
         num_blocks=SCRATCH,
         block_size=BLOCK_SIZE,
         num_scratch_blocks=1,
@@ -181,11 +182,11 @@ def capture_on_a_cpu(run):
     return run
 
 
-def graphs_of(forward, shapes=TREES, plan=lambda batch: batch):
+def graphs_of(forward, shapes=TREES, plan=lambda batch: batch, *, scratch_blocks=(SCRATCH,)):
     graphs = StepGraphs(
         shapes,
         device=CPU,
-        scratch_blocks=(SCRATCH,),
+        scratch_blocks=scratch_blocks,
         block_size=BLOCK_SIZE,
         capture=capture_on_a_cpu,
         plan=plan,

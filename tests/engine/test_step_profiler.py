@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from outrider.engine.kv_cache.block_pool import BlockPool, WindowPool
 from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.engine.model_spec import ModelSpec
 from outrider.engine.step_clock import StepClock
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.torch_trace import TorchTrace
@@ -49,7 +53,8 @@ PLANES = (
 
 
 class Profiled:
-    def __init__(self):
+    def __init__(self, planes=PLANES):
+        self.scheduled = [SimpleNamespace(sequence=SimpleNamespace(kv=None))]
         self.phases = Phases()
         self.traces = []
         self.captured = []
@@ -57,7 +62,7 @@ class Profiled:
         self.profiler = StepProfiler(
             StepClock(),
             self.phases,
-            planes=PLANES,
+            planes=planes,
             read_event_loop=lambda: self.event_loop,
             start_trace=self.start_trace,
         )
@@ -73,12 +78,38 @@ class Profiled:
 
     def step(self, *, kind=StepKind.DECODE):
         self.event_loop += 7
-        self.profiler.step_ended({"schedule": 3, "forward": 100}, kind=kind, num_rows=5, num_sequences=1)
+        self.profiler.step_ended({"schedule": 3, "forward": 100}, kind=kind, num_rows=5, scheduled=self.scheduled)
 
 
 @pytest.fixture
 def profiled():
     return Profiled()
+
+
+def test_the_longest_sequence_is_measured_with_what_it_holds_of_sliding_windows():
+    """The layers are those of Gemma 3 270M, which has three without a window."""
+    spec = ModelSpec(
+        architecture="Gemma3ForCausalLM", num_layers=18, num_heads=4, num_kv_heads=1, head_dim=256, vocab_size=262_144,
+        max_model_len=32_768, dtype="bfloat16", windows=(*(512,) * 5, 0) * 3,
+    )  # fmt: skip
+    sizes = {"num_blocks": 1000, "block_size": 16, "hash_seed": b""}
+    window = WindowPool(window=512, max_step_tokens=256, first_block=1000, **sizes)
+    pool = BlockPool(**sizes, windows=[window])
+    arriving, computed, short = SequenceKV(pool), SequenceKV(pool), SequenceKV(pool)
+    arriving.reserve(8000, arriving=8000)
+    arriving.advance(8000)
+    while computed.num_tokens < 8000:
+        computed.reserve(8000)
+        computed.advance(min(computed.num_tokens + 256, 8000))
+    profiled = Profiled(spec.planes)
+    whole = 8000 * spec.bytes_per_token
+    for kv, share in ((arriving, 0.23), (computed, 0.26)):
+        profiled.scheduled = [SimpleNamespace(sequence=SimpleNamespace(kv=each)) for each in (short, kv)]
+        profiled.begin(num_steps=1)
+        profiled.step()
+        profile = profiled.captured[-1].profile
+        assert profile.num_longest_tokens == 8000
+        assert 3 / 18 * whole < profile.longest_kv_bytes <= share * whole
 
 
 def test_steps_are_accounted_with_the_forward_split_into_its_phases(profiled):

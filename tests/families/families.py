@@ -114,15 +114,22 @@ LONG = {
     "short_factor": [1.0, 1.0, 1.1, 1.1, 1.2, 1.3],
 }
 YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512,
-    "mscale": 1.0, "mscale_all_dim": 1.0,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
 TWO_OF_THREE = {
     "sliding_window": 12,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 64, **TWO_OF_THREE}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FOUR_EXPERTS = {"num_local_experts": 4, "head_dim": 16, **EXPERTS}
+SHARED = {"n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 16}
 
 
 def native(model_type: str, **settings: Any) -> Family:
@@ -171,18 +178,36 @@ FAMILIES: Mapping[str, Family] = {
     "Cohere": by_layers("cohere"),
     "Cohere 2": by_layers("cohere2", **TWO_OF_THREE),
     "StarCoder2": by_layers("starcoder2", sliding_window=20),
+    "Granite SWA": by_layers(
+        "granite_swa", attention_multiplier=0.25, layer_rope_theta=[10000.0, 0.0, 5000.0], **TWO_OF_THREE
+    ),
     "GPT-NeoX": by_layers("gpt_neox", rotary_pct=0.25),
     "GPT-2": by_layers("gpt2", torch_computes="Conv1D"),
     "Phi": by_layers("phi"),
-    "Mixtral": by_layers("mixtral", torch_computes="experts", num_local_experts=4, head_dim=16, **EXPERTS),
-    "Qwen 3 MoE": by_layers("qwen3_moe", torch_computes="experts", num_experts=4, head_dim=16, **EXPERTS),
+    "Mixtral": by_layers("mixtral", **FOUR_EXPERTS),
+    "Qwen 2 MoE": by_layers("qwen2_moe", num_experts=4, shared_expert_intermediate_size=40, **EXPERTS),
+    "Qwen 3 MoE": by_layers("qwen3_moe", num_experts=4, head_dim=16, **EXPERTS),
+    "OLMoE": by_layers("olmoe", num_experts=4, **EXPERTS),
+    "GLM-4 MoE": by_layers("glm4_moe", n_routed_experts=8, n_group=4, topk_group=2, **SHARED, **EXPERTS),
+    "gpt-oss": by_layers(
+        "gpt_oss",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        head_dim=16,
+        intermediate_size=32,
+        rope_parameters=YARN,
+        **TWO_OF_THREE,
+    ),
     "MiniCPM 3": by_layers("minicpm3"),
-    "DeepSeek V2": by_layers("deepseek_v2", torch_computes="experts"),
-    "DeepSeek V3": by_layers("deepseek_v3", torch_computes="experts", q_lora_rank=None, rope_parameters=YARN),
+    "DeepSeek V2": by_layers("deepseek_v2"),
+    "DeepSeek V3": by_layers(
+        "deepseek_v3", q_lora_rank=None, rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+    ),
     "SmolLM2 135M, int8 at load": Family(model_type="", load={**DEFAULT, "weights": "int8"}, is_large=True),
     "SmolLM2 135M, int4 at load": Family(model_type="", load={**DEFAULT, "weights": "int4"}, is_large=True),
     "Gemma 3 270M, GGUF Q4_K_M": Family(model_type="", load={"id": GEMMA_270M, "max_model_len": 1024}, is_large=True),
     "Llama, int8 at load": Family(model_type="llama", load={"weights": "int8"}),
+    "Mixtral, int8 at load": replace(by_layers("mixtral", **FOUR_EXPERTS), load={"weights": "int8"}),
     "Llama, GGUF Q8_0": of_gguf("llama", "Q8_0"),
     "Qwen 3, GGUF Q5_0": of_gguf("qwen3", "Q5_0", head_dim=32),
     "Gemma 3, GGUF Q4_0": of_gguf("gemma3_text", "Q4_0", **GEMMA),
@@ -209,9 +234,6 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "GPT": refused("openai-gpt", OWN_ATTENTION),
     "GPT-J": refused("gptj", OWN_ATTENTION, rotary_dim=8),
-    "gpt-oss": refused(
-        "gpt_oss", "asks attention for s_aux: not supported", num_local_experts=2, num_experts_per_tok=1, head_dim=16
-    ),
     "Mamba": refused("mamba", "has layers of type linear_attention, which keep no plain K and V", state_size=4),
     "MPT": refused("mpt", OWN_ATTENTION),
     "Nemotron": refused("nemotron", NO_ARGUMENTS),

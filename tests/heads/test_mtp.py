@@ -29,7 +29,7 @@ def test_the_heads_folder_may_be_the_targets(tmp_path):
 
 @pytest.mark.parametrize(
     ("head_dim", "options"),
-    [(8, {"sliding_window": 4}), (8, {"softcap": 30.0}), (6, {})],
+    [(8, {"sliding_window": 4}), (8, {"softcap": 30.0}), (8, {"sinks": torch.zeros(2)}), (6, {})],
 )
 def test_attention_that_the_heads_cache_does_not_compute_is_refused(head_dim, options):
     rows = torch.zeros(1, 2, 8)

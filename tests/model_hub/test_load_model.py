@@ -20,7 +20,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import resolve_device
 from outrider.model_hub.layerwise_reference import layerwise_logits
 from outrider.model_hub.load import load_model, resolve_dtype
-from outrider.model_hub.support import check_paged_forward
+from outrider.model_hub.support import _recorder, check_paged_forward
 from tests.support.tiny_model import EOS_TOKEN_ID, make_tiny_model
 
 
@@ -273,6 +273,12 @@ def test_a_window_that_is_not_the_models_is_seen_at_load(tmp_path, monkeypatch):
     monkeypatch.setattr(load_module, "pack_weights", pack)
     with pytest.raises(ModelError, match="differs from the model's own"):
         load(directory)
+
+
+def test_sinks_other_than_one_for_each_query_head_are_refused():
+    heads = torch.zeros(2, 4, 16)
+    with pytest.raises(ModelError, match=r"Model has attention sinks \[2\] for 4 query heads"):
+        _recorder("Model", {})(0, heads, heads, heads, AttentionOptions(1.0, sinks=torch.zeros(2)), {})
 
 
 @pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")

@@ -186,10 +186,13 @@ def test_two_ranks_compute_and_hand_over_what_one_does_until_one_is_killed(tmp_p
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
-    [("qwen2", "float32"), ("qwen3", "float32"), ("mistral", "float32"), ("gemma2", "float32"), ("llama", "bfloat16")],
+    [
+        *((name, "float32") for name in ("qwen2", "qwen3", "mistral", "gemma2", "granite_swa", "mixtral", "glm4_moe")),
+        ("llama", "bfloat16"),
+    ],
 )
 def test_plans_of_other_families_compute_the_same_too(tmp_path, architecture, dtype):
-    """They have norms of heads, biases, windows, soft caps, and a dtype in which sums over ranks are rounded."""
+    """They have norms of heads, biases, windows, soft caps, sinks, experts, and a dtype in which sums are rounded."""
     path = make_tiny_model(tmp_path / "model", seed=5, architecture=architecture)
     one, two = open_one(path, dtype=dtype), open_two(path, print, dtype=dtype)
     rows = SequenceRows(PROMPT, 0, TABLE, len(PROMPT))

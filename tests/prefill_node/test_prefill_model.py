@@ -53,7 +53,13 @@ def model(tmp_path_factory):
 
 
 def fresh_runner(model, *, block_size):
-    cache = PagedKVCache(model.spec.planes, num_blocks=64, block_size=block_size, kernels=model.cpu_kernels)
+    cache = PagedKVCache(
+        model.spec.planes,
+        layer_groups=model.spec.layer_groups,
+        num_blocks=64,
+        block_size=block_size,
+        kernels=model.cpu_kernels,
+    )
     return cache, make_runner(model, cache, make_attention_backend("auto", model.device), features=REDUCTION)
 
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from outrider.engine.attention import make_attention_backend
 from outrider.engine.engine import PromptEngine
-from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.kv_cache.block_pool import make_pool
+from outrider.engine.model_runner import make_runner
 from outrider.engine.pending import read
 from outrider.engine.sampler.logprobs import pending_prompt_logprobs
 from outrider.engine.scheduler import Scheduler
@@ -78,11 +80,11 @@ class Node:
     """A prefill loop, which a test starts, and the decode node that it pushes to."""
 
     def __init__(self, model):
-        node = CachedRunner(model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-        self.cache, self.runner = node.cache, node.runner
+        self.cache = model.make_cache(NUM_BLOCKS, BLOCK_SIZE, [NUM_BLOCKS] * len(model.spec.layer_groups[1:]))
+        self.runner = make_runner(model, self.cache, make_attention_backend("auto", model.device))
         self.decode_cache = model.make_cache(NUM_BLOCKS, BLOCK_SIZE)
         self.inbox = TransferInbox(incarnation=INCARNATION, on_complete=lambda *_: None, on_failed=lambda *_: None)
-        self.pool = BlockPool(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, hash_seed=b"seed")
+        self.pool = make_pool(self.cache, hash_seed=b"seed", max_step_tokens=MAX_ROWS)
         self.ended: queue.SimpleQueue = queue.SimpleQueue()
         self.steps = []
         scheduler = Scheduler(self.pool, max_running=4, max_rows_per_step=MAX_ROWS, reserve_blocks_per_running=0)

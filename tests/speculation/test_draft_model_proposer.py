@@ -85,7 +85,13 @@ class Reference:
 
     def logits(self, token_ids) -> Array:
         """Returns the logits after the last token [1, vocab_size]."""
-        cache = PagedKVCache(self._model.spec.planes, num_blocks=20, block_size=16, kernels=self._model.cpu_kernels)
+        cache = PagedKVCache(
+            self._model.spec.planes,
+            layer_groups=self._model.spec.layer_groups,
+            num_blocks=20,
+            block_size=16,
+            kernels=self._model.cpu_kernels,
+        )
         runner = make_runner(self._model, cache, make_attention_backend())
         rows = SequenceRows(token_ids, 0, list(range(20)), num_logits=1)
         return torch.as_tensor(runner.forward(build_input_batch([rows], 16)))

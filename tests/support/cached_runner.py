@@ -24,11 +24,11 @@ class CachedRunner:
         self.model, self.block_size = model, block_size
         self.cache = PagedKVCache(
             model.spec.planes,
+            layer_groups=model.spec.layer_groups,
             num_blocks=num_blocks,
             block_size=block_size,
             num_scratch_blocks=1,
             kernels=model.cpu_kernels,
-            layer_groups=model.spec.layer_groups,
         )
         attention = attention or make_attention_backend("auto", model.device)
         self.runner = make_runner(model, self.cache, attention, **options)

@@ -61,7 +61,13 @@ def decide_by_arrays(sampler: Sampler) -> Sampler:
 
 def model_forward(model: LoadedModel, *, num_blocks: int = 64) -> ModelForward:
     """Returns a model's forward, set up as on a GPU. Torch computes the model."""
-    cache = PagedKVCache(model.spec.planes, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_scratch_blocks=1)
+    cache = PagedKVCache(
+        model.spec.planes,
+        layer_groups=model.spec.layer_groups,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        num_scratch_blocks=1,
+    )
     attention = interpreted_attention(num_heads=model.spec.num_heads, num_kv_heads=model.spec.num_kv_heads)
     runner = make_runner(model, cache, attention)
     runner._graphs = SimpleNamespace(run=lambda _batch: None)  # no batch runs as a graph

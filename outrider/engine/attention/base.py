@@ -11,13 +11,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # a comparison of tensors would not be a bool
 class AttentionOptions:
     """A layer's options beyond plain causal attention."""
 
     scaling: float  # multiplies query · key
     sliding_window: int | None = None  # a row at position p sees keys at (p - sliding_window, p]; None: all up to p
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    sinks: Tensor | None = None  # [num_heads] float32: the score of one more key of each head, which has no value
     latent_dim: int = 0  # above 0: latent attention. Keys and values are stored as `stored_vectors` says
 
 

@@ -39,7 +39,7 @@ class _Plan:
 
 class FlashAttention(AttentionBackend):
     """A backend for long prompt chunks: FlashAttention over gathered keys. Another backend, `steps`, computes
-    everything else, including draft trees.
+    everything else, including draft trees and layers with sinks.
 
     FlashAttention follows block tables only if a block has a multiple of 256 tokens. To allow blocks of any size, keys
     are gathered first, for each layer, which takes a few percent of the time of a long chunk.
@@ -97,7 +97,8 @@ class FlashAttention(AttentionBackend):
         if not isinstance(plan, _Plan):
             return self._steps.attend(plan, query, key_cache, value_cache, options)
         scale, softcap, head_dim = options.scaling, options.softcap, query.shape[2]
-        if (softcap is not None and "softcap" not in self._options) or head_dim > 256 or head_dim % 8:
+        lacks_cap = softcap is not None and "softcap" not in self._options
+        if lacks_cap or options.sinks is not None or head_dim > 256 or head_dim % 8:
             return self._steps.attend(plan.steps_plan, query, key_cache, value_cache, options)
         window = -1 if options.sliding_window is None else options.sliding_window - 1
         # Since version 2.13, torch needs a flag for shared key heads; earlier versions have no such argument.

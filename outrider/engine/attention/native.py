@@ -21,10 +21,18 @@ Panels = npt.NDArray[np.uint8]
 
 
 def attention_struct(query: Tensor, key_cache: Panels, options: AttentionOptions) -> Structure:
-    """Makes an OutriderAttention from `options` and the shapes of `NativeAttention.attend`'s inputs."""
+    """Makes an OutriderAttention from `options`, which own the sinks, and from the shapes of `attend`'s inputs."""
     window, softcap = options.sliding_window or 0, options.softcap or 0.0
+    sinks = None if options.sinks is None else options.sinks.data_ptr()
     return structures.OutriderAttention(
-        query.shape[1], key_cache.shape[1], query.shape[2], options.latent_dim, window, options.scaling, softcap
+        query.shape[1],
+        key_cache.shape[1],
+        query.shape[2],
+        options.latent_dim,
+        window,
+        options.scaling,
+        softcap,
+        sinks,
     )
 
 

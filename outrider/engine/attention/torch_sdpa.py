@@ -71,8 +71,8 @@ class _Plan:
 class TorchSdpaAttention(AttentionBackend):
     """A backend that gathers the keys of each sequence and calls torch's scaled_dot_product_attention.
 
-    With a soft cap, and on a GPU, it computes the same with separate operations. On a GPU, torch's memory-efficient
-    kernel was seen to return wrong results for keys that several query heads share without a copy.
+    With a soft cap or sinks, and on a GPU, it computes the same with separate operations. On a GPU, torch's
+    memory-efficient kernel was seen to return wrong results for keys that several query heads share without a copy.
     """
 
     name = "torch_sdpa"
@@ -116,7 +116,7 @@ def _attend(
     keys, values = (
         each.transpose(0, 1).unsqueeze(1).expand(-1, rows.shape[1], -1, -1) for each in (keys, values)
     )  # [num_kv_heads, heads_per_kv, num_keys, head_dim]
-    if options.softcap is None and not query.is_cuda:
+    if options.softcap is None and options.sinks is None and not query.is_cuda:
         output = scaled_dot_product_attention(rows, keys, values, attn_mask=plan.seen, scale=options.scaling)
     else:
         scores = torch.matmul(rows, keys.transpose(-1, -2)).float() * options.scaling
@@ -124,5 +124,9 @@ def _attend(
             scores = torch.tanh(scores / options.softcap) * options.softcap
         if plan.seen is not None:
             scores = torch.where(plan.seen, scores, float("-inf"))
-        output = torch.matmul(torch.softmax(scores, dim=-1).to(query.dtype), values)
+        if options.sinks is not None:
+            sinks = options.sinks.view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : keys.shape[2]]
+        output = torch.matmul(weights.to(query.dtype), values)
     return output.permute(2, 0, 1, 3).flatten(1, 2)

@@ -45,6 +45,7 @@ def _attention(  # noqa: PLR0917 the signature is transformers'
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,  # [num_heads], attention sinks
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Computes one layer's attention, with the signature of transformers' attention functions."""
@@ -53,8 +54,9 @@ def _attention(  # noqa: PLR0917 the signature is transformers'
     absorbed, latent_dim = getattr(module, "kv_b_proj", None), 0
     if isinstance(absorbed, AbsorbedProjection):
         rows, latent_dim = absorbed.absorb(rows), absorbed.latent_dim
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = AttentionOptions(scale, sliding_window, softcap, latent_dim)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks = None if s_aux is None else s_aux.float()
+    options = AttentionOptions(scaling, sliding_window, softcap, sinks, latent_dim)
     output = attend(
         module.layer_idx,  # type: ignore[arg-type]
         rows,

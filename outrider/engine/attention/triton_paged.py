@@ -90,12 +90,14 @@ class TritonAttention(AttentionBackend):
         totals = torch.empty_like(largest)
         heads_per_kv = num_heads // num_kv_heads
         window = options.sliding_window or 0
+        sinks = totals if options.sinks is None else options.sinks
         splits = {"SPLIT_KEYS": tile.split_keys, "SPLITS_PER_SIZE": tile.splits_per_size, "HAS_WINDOW": window > 0}
+        splits["HAS_SINKS"] = options.sinks is not None
         with torch.cuda.device_of(query):  # triton launches on the current device
             attend[(min(num_items * self._lists.head_groups, self._num_programs),)](
                 query, key_cache, value_cache, output, values, largest, totals, fields.positions, fields.block_tables,
                 fields.path_starts, batch.paths_on(self._device, group), fields.attention_plan,
-                options.scaling, options.softcap or 0.0, window,
+                options.scaling, options.softcap or 0.0, window, sinks,
                 HEADS_PER_KV=heads_per_kv, HEADS_PER_TILE=min(heads_per_kv, tile.lines), NUM_KV_HEADS=num_kv_heads,
                 HEAD=head_dim, HEAD_DIM=padded_dim, BLOCK_SIZE=batch.block_size, LINES=tile.lines,
                 KEYS=keys_per_block, **splits, HAS_SOFTCAP=options.softcap is not None, HAS_PATHS=batch.has_trees,
@@ -104,7 +106,7 @@ class TritonAttention(AttentionBackend):
             )  # fmt: skip
             if num_merged:
                 merge_splits[min(num_rows, MAX_MERGING_PROGRAMS), num_heads](
-                    values, largest, totals, output, fields.positions, fields.attention_plan, window,
+                    values, largest, totals, output, fields.positions, fields.attention_plan, window, sinks,
                     NUM_HEADS=num_heads, HEAD=head_dim, HEAD_DIM=padded_dim, **splits,
                     num_warps=1, enable_fp_fusion=False,
                 )  # fmt: skip

@@ -1,45 +1,49 @@
 """Native layers that replace those of a transformers model of any architecture.
 
 They are for models that do not have the shape that decoder.py supports. Linear layers are recognised by their class,
-norms by what they compute (see outrider.engine.linear).
+norms by what they compute (see outrider.engine.linear), experts by both (see outrider.engine.experts).
 """
 
 from __future__ import annotations
 
+from ctypes import Array, addressof
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from outrider.engine.cpu_kernels.interface import structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena, rounded_weight
-from outrider.engine.cpu_kernels.operators import linear, plain_linear, rms_norm
+from outrider.engine.cpu_kernels.operators import experts, linear, plain_linear, rms_norm
+from outrider.engine.experts import Gate, GateLogits, gate_of, in_whole_vectors, linears_of, replace_experts
 from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.engine.latent_attention import absorb_projections, latent_layers
 from outrider.engine.linear import replace_linear_layers, replace_norms
-
-_MAX_VECTOR_SIZE = 64
-"""Maximum number of elements in one of torch's vectors: two AVX-512 registers of bfloat16."""
 
 
 class NativeLinear(nn.Module):
     """y = x W^T + b, computed by the native kernel, without a plain copy of W."""
 
-    def __init__(self, owner: NativeLayers, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` [out_features, in_features]; `bias` [out_features]."""
+    def __init__(
+        self, owner: NativeLayers, weight: Tensor, bias: Tensor | None, *, quantise: str | None = None
+    ) -> None:
+        """`weight` [out_features, in_features]; `bias` [out_features]; `quantise`: None for the owner's."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._owner = owner
         plain = plain_linear(weight, bias)
-        self._matrix = PackedMatrix(owner.kernels, owner.arena, [plain], quantise=owner.quantise)
+        quantise = owner.quantise if quantise is None else quantise
+        self._matrix = PackedMatrix(owner.kernels, owner.arena, [plain], quantise=quantise)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Maps […, in_features] to […, out_features], in the input's dtype."""
         output = rows.new_empty((*rows.shape[:-1], self.out_features))
         linear(self._owner.kernels, self._owner.workspace, self._matrix.struct, rows.contiguous(), output)
-        return output
+        return output if self.out_features > 1 else output.as_subclass(GateLogits)  # one output: a gate
 
     @property
     def weight(self) -> Tensor:
@@ -82,13 +86,39 @@ class NativeRMSNorm(nn.Module):
         return output
 
 
-class WholeVectorActivation(nn.Module):
-    """A torch activation that computes every element in the same way, wherever it is in the batch.
+class NativeExperts(nn.Module):
+    """Experts, computed by the native kernel: the weighted sum of those that a router chose for each row."""
 
-    torch computes elementwise functions in vectors, and the remaining elements with other code, whose exponential
-    differs in the last bit. Padding avoids a remainder. Each of torch's threads would have a remainder, so torch must
-    use one thread.
-    """
+    def __init__(self, owner: NativeLayers, module: Any, gate: Gate) -> None:
+        """`module`: transformers' experts. `gate`: the function between their products."""
+        super().__init__()
+        self._owner = owner
+        pack = partial(PackedMatrix, owner.kernels, owner.arena, quantise=owner.quantise)
+        self._gate_up, self._down = [], []
+        for index in range(module.num_experts):
+            *gate_and_up, down = (plain_linear(*each) for each in linears_of(module, index))
+            self._gate_up.append(pack(gate_and_up, interleave=True))
+            self._down.append(pack([down]))
+        self._arrays = [_array([each.struct for each in matrices]) for matrices in (self._gate_up, self._down)]
+        self._struct = structures.OutriderExperts(
+            module.num_experts, self._gate_up[0].in_features, self._down[0].in_features,
+            *map(addressof, self._arrays), *astuple(gate),
+        )  # fmt: skip
+
+    def forward(self, rows: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """Maps [num_rows, hidden_size] to the same shape and dtype. `expert_ids` and `weights`: [num_rows, slots]."""
+        output = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        ids, weights = expert_ids.long().contiguous(), weights.float().contiguous()
+        experts(self._owner.kernels, self._owner.workspace, self._struct, rows.contiguous(), ids, weights, output)
+        return output
+
+
+def _array(matrices: list[Any]) -> Array[Any]:
+    return (structures.OutriderMatrix * len(matrices))(*matrices)
+
+
+class WholeVectorActivation(nn.Module):
+    """A torch activation that computes every element in the same way, wherever it is in the batch."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
@@ -96,10 +126,7 @@ class WholeVectorActivation(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Activates rows of any shape."""
-        flat = rows.reshape(-1)
-        padded = nn.functional.pad(flat, (0, -flat.numel() % _MAX_VECTOR_SIZE))
-        output: Tensor = self._activation(padded)[: flat.numel()].view(rows.shape)
-        return output
+        return in_whole_vectors(self._activation, rows)
 
 
 class NativeLayers:
@@ -113,11 +140,12 @@ class NativeLayers:
         self.arena = WeightArena()
 
     def replace_in(self, model: nn.Module) -> None:
-        """Replaces linear layers, latent projections and plain norms, and makes torch's activations independent of the
-        batch.
+        """Replaces linear layers, experts, latent projections and plain norms, and makes torch's activations
+        independent of the batch.
         """
         from transformers.activations import ACT2CLS  # takes seconds; a node with packed weights avoids it
 
+        replace_experts(model, self._make_experts, partial(NativeLinear, self, quantise=""))
         for attention in latent_layers(model) if self.quantise else ():
             weight = attention.kv_b_proj.weight
             rounded = rounded_weight(words_of(weight.detach()), self.quantise)
@@ -131,3 +159,7 @@ class NativeLayers:
             for name, child in list(module.named_children()):
                 if isinstance(child, activations) and not isinstance(module, WholeVectorActivation):
                     setattr(module, name, WholeVectorActivation(child))
+
+    def _make_experts(self, module: Any) -> NativeExperts | None:
+        gate = gate_of(module)
+        return None if gate is None else NativeExperts(self, module, gate)

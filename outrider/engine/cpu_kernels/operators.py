@@ -22,6 +22,7 @@ from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.errors import InternalError
 
 ELEMENT_TYPES = {torch.float32: ElementType.FLOAT32, torch.bfloat16: ElementType.BFLOAT16}
+QUANTISED_TYPES = tuple(each for each in ElementType if each >= ElementType.INT8)
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
@@ -37,6 +38,26 @@ def linear(kernels: CpuKernels, workspace: Workspace, matrix: Structure, x: Tens
     _call(
         kernels.library.functions.outrider_linear, kernels.team, workspace.handle, ELEMENT_TYPES[x.dtype],
         x.data_ptr(), x.numel() // x.shape[-1], matrix, y.data_ptr(),
+    )  # fmt: skip
+
+
+def experts(
+    kernels: CpuKernels,
+    workspace: Workspace,
+    struct: Structure,  # an OutriderExperts
+    x: Tensor,  # [num_rows, hidden_size], float32 or bfloat16; the weights' type unless they are quantised
+    expert_ids: Tensor,  # [num_rows, num_slots] int64
+    weights: Tensor,  # [num_rows, num_slots] float32
+    y: Tensor,  # like x
+) -> None:
+    """Computes the weighted sum of each row's experts."""
+    is_right = x.shape[1:] == (struct.hidden_size,) and len(x) == len(expert_ids) and expert_ids.shape == weights.shape
+    _check(is_right and expert_ids.dtype == torch.int64 and weights.dtype == torch.float32, f"experts of {x.shape}")
+    of_weights = structures.OutriderMatrix.from_address(struct.gate_up).type
+    _check(of_weights in (*QUANTISED_TYPES, ELEMENT_TYPES[x.dtype]), f"{x.dtype} for weights of another type")
+    _call(
+        kernels.library.functions.outrider_experts, kernels.team, workspace.handle, ELEMENT_TYPES[x.dtype], struct,
+        x.data_ptr(), len(x), expert_ids.data_ptr(), weights.data_ptr(), expert_ids.shape[1], y.data_ptr(),
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ A tile is LINES lines of one sequence and one KV head; a line is one row and one
 head. If more heads share it than a tile has lines, they are divided among several tiles. Keys are read in blocks of
 KEYS and in splits, both at fixed positions, so a row reads the same blocks in the same order whatever other rows are
 in its tile or batch. Keys that a row does not see add 0 to its sums. Splits are merged in order, either by the program
-of a whole tile or by `merge_splits`, with the same operations. So the rounding of a row depends on `Tile` only.
+of a whole tile or by `merge_splits`, with the same operations. A head's sink comes last, as a split with one key of
+value 0. So the rounding of a row depends on `Tile` only.
 
 The first SPLITS_PER_SIZE splits have SPLIT_KEYS positions each, the next SPLITS_PER_SIZE twice as many, and so on.
 
@@ -121,6 +122,7 @@ def attend(
     scale,
     softcap,
     window,  # 0: none
+    sinks,  # [num_heads] float32; used if HAS_SINKS
     HEADS_PER_KV: tl.constexpr,
     HEADS_PER_TILE: tl.constexpr,  # query heads in a tile, at most LINES
     NUM_KV_HEADS: tl.constexpr,
@@ -132,6 +134,7 @@ def attend(
     SPLIT_KEYS: tl.constexpr,
     SPLITS_PER_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_PATHS: tl.constexpr,
     GROUP: tl.constexpr,  # the group of layers whose block tables are used
@@ -238,6 +241,9 @@ def attend(
                 tl.store(split_totals + at, part_total, mask=is_line)
                 tl.store(split_values + at[:, None] * HEAD_DIM + dims[None, :], part_values, mask=is_line[:, None])
             largest, total, values = _merge(largest, total, values, part_largest, part_total, part_values)
+        if HAS_SINKS:
+            sink = tl.load(sinks + heads, mask=is_line, other=float("-inf"))
+            largest, total, values = _merge(largest, total, values, sink * LOG2_E, 1.0, 0.0)
         result = values / tl.where(is_line & is_whole, total, 1.0)[:, None]
         tl.store(output + places, result.to(output.dtype.element_ty), mask=is_place & is_whole)
 
@@ -251,12 +257,14 @@ def merge_splits(
     positions,  # [num_rows] int64
     plan,  # [ints] int32, see work_list.py
     window,
+    sinks,  # [num_heads] float32; used if HAS_SINKS
     NUM_HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     SPLITS_PER_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Merges the splits of cut tiles. Grid: any number of programs, which divide the rows among them; heads."""
     head = tl.program_id(1)
@@ -288,6 +296,9 @@ def merge_splits(
                         tl.load(split_totals + at, mask=is_split, other=0.0),
                         tl.load(split_values + value_places, mask=is_split[:, None], other=0.0),
                     )
+            if HAS_SINKS:
+                sink = tl.load(sinks + head + tl.zeros([1], tl.int32))
+                largest, total, values = _merge(largest, total, values, sink * LOG2_E, 1.0, 0.0)
             result = values / total[:, None]
             at = (row * NUM_HEADS + head) * HEAD + dims
             tl.store(output + at[None, :], result.to(output.dtype.element_ty), mask=(dims < HEAD)[None, :])

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from outrider.engine.kv_cache.block_hashes import BlockHashes
 from outrider.engine.kv_cache.planes import KEPT_TOKENS, first_kept_token
 from outrider.errors import CapacityError
+
+if TYPE_CHECKING:
+    from outrider.engine.ranks.sharded_cache import KVCache
 
 
 class NoFreeBlocksError(CapacityError):
@@ -246,3 +250,27 @@ class WindowPool(BlockPool):
 def max_held_blocks(window: int, max_step_tokens: int, block_size: int) -> int:
     """Returns the maximum number of blocks that a sequence holds of a WindowPool."""
     return -(-(window + KEPT_TOKENS + max_step_tokens) // block_size)
+
+
+def make_pool(
+    kv_cache: KVCache, *, hash_seed: bytes, max_step_tokens: int, enable_prefix_cache: bool = True
+) -> BlockPool:
+    """Makes a pool of the cache's blocks, with one for each sliding window. For the arguments see the pools."""
+    shared: dict[str, Any] = {
+        "block_size": kv_cache.block_size,
+        "hash_seed": hash_seed,
+        "enable_prefix_cache": enable_prefix_cache,
+    }
+    windows, first_block = [], kv_cache.num_blocks
+    for group, num_blocks in zip(kv_cache.layer_groups[1:], kv_cache.window_blocks, strict=True):
+        windows.append(
+            WindowPool(
+                window=group.window,
+                max_step_tokens=max_step_tokens,
+                first_block=first_block,
+                num_blocks=num_blocks,
+                **shared,
+            )
+        )
+        first_block += num_blocks
+    return BlockPool(num_blocks=kv_cache.num_blocks, windows=windows, **shared)

@@ -59,6 +59,7 @@ class PagedKVCache:
             sizes = {plane.num_layers for plane in planes if plane.name in group.plane_names}
             assert sizes == ({len(group.layers)} if group.layers else set()), "the groups are those of the planes"
         windows = self.layer_groups[1:]
+        assert {plane.window for plane in planes} <= {group.window for group in self.layer_groups}, "all have a group"
         self.window_blocks = (num_blocks,) * len(windows) if window_blocks is None else tuple(window_blocks)
         self.num_tables = 1 if window_blocks is None else len(self.layer_groups)  # block tables of a sequence
         self.scratch_blocks: tuple[int, ...] = ()
@@ -80,17 +81,16 @@ class PagedKVCache:
             for plane in planes
         }
         self.group_of = _by_layer({layer: at for at, group in enumerate(self.layer_groups) for layer in group.layers})
-        self.keys, self.values = (
-            _by_layer(
-                {
-                    layer: each
-                    for group in self.layer_groups
-                    if group.layers
-                    for layer, each in zip(group.layers, self._planes[group.plane_names[side]].layers, strict=True)
-                }
-            )
-            for side in range(2)
-        )
+        self.keys, self.values = (self._of_all_layers(side) for side in range(2))
+
+    def _of_all_layers(self, side: int) -> Any:
+        """Returns the keys (side 0) or values (1) of every layer of the model, by its number."""
+        groups = [
+            (group.layers, self._planes[group.plane_names[side]].layers) for group in self.layer_groups if group.layers
+        ]
+        if len(groups) == 1:
+            return groups[0][1]
+        return _by_layer({layer: each for layers, own in groups for layer, each in zip(layers, own, strict=True)})
 
     def layers(self, plane: str) -> Any:
         """Returns a plane's layers, by number: tensors [num_blocks, block_size, heads, dim].
@@ -110,11 +110,16 @@ class PagedKVCache:
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies single slots, given as (source, destination), in all layers and planes. All sources are read first.
 
-        The slots of all groups of layers are numbered together: those of a window after those of the group before.
+        If sequences have a table for each group of layers, the slots of all groups are numbered together: those of a
+        window after those of the group before.
         """
         if not pairs:
             return
         moves, first = np.array(pairs, dtype=np.int64).T, 0
+        if self.num_tables == 1:
+            for plane in self._planes.values():
+                plane.move_slots(moves)
+            return
         for group, num_blocks in zip(self.layer_groups, (self.num_blocks, *self.window_blocks), strict=True):
             num_slots = num_blocks * self.block_size
             own = moves[:, (first <= moves[0]) & (moves[0] < first + num_slots)] - first

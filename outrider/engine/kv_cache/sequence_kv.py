@@ -88,6 +88,12 @@ class SequenceKV:
         return [table.block_ids for table in self.windows]
 
     @property
+    def num_held_tokens(self) -> dict[int, int]:
+        """The number of tokens that the blocks of each group can hold, by the group's window (0: none)."""
+        held = {table.pool.window: table.end - table.first * self._block_size for table in self.windows}
+        return {0: len(self.block_ids) * self._block_size, **held}
+
+    @property
     def capacity(self) -> int:
         """The number of tokens up to which blocks are reserved in all groups."""
         capacity = len(self.block_ids) * self._block_size

@@ -59,10 +59,11 @@ def _attention_by(attend: Attend) -> LayerAttention:
         _layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, _extras: object
     ) -> Tensor:
         is_odd = key.shape != value.shape and not options.latent_dim
-        if is_odd or options.sliding_window or options.softcap:
+        if is_odd or options.sliding_window or options.softcap or options.sinks is not None:
             raise ConfigError(
                 f"an MTP layer has keys {tuple(key.shape[1:])}, values {tuple(value.shape[1:])}, window "
-                f"{options.sliding_window}, soft cap {options.softcap}, which is not supported"
+                f"{options.sliding_window}, soft cap {options.softcap}, {'no ' * (options.sinks is None)}sinks, "
+                "which is not supported"
             )
         return attend(0, query, key, value, options.scaling)
 

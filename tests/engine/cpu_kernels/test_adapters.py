@@ -83,7 +83,9 @@ def decoders(checkpoints, teams):
 
 def runner(decoder, spec, kernels):
     decoder.kernels = kernels
-    cache = PagedKVCache(spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kernels=kernels)
+    cache = PagedKVCache(
+        spec.planes, layer_groups=spec.layer_groups, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kernels=kernels
+    )
     return NativeStep(decoder, cache)
 
 

@@ -103,7 +103,10 @@ class Engine:
     def __init__(self, decoder, spec, kernels, prompts, seed=0, features=None):
         self.random = random.Random(seed)
         planes = spec.planes if features is None else (*spec.planes, features.plane(spec.dtype))
-        self.cache = PagedKVCache(planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kernels=kernels)
+        groups = spec.layer_groups
+        self.cache = PagedKVCache(
+            planes, layer_groups=groups, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kernels=kernels
+        )
         decoder.kernels = kernels
         self.step = NativeStep(decoder, self.cache, features)
         self.sequences = [Sequence(prompt) for prompt in prompts]
@@ -112,8 +115,8 @@ class Engine:
 
     def spoil(self, blocks):
         for block in blocks:
-            for panels in (self.cache.keys, self.cache.values):
-                panels[:, block * BLOCK_SIZE // 16 : (block + 1) * BLOCK_SIZE // 16] = 0xFF  # NaN in any type
+            for panels in (*self.cache.keys, *self.cache.values):
+                panels[block * BLOCK_SIZE // 16 : (block + 1) * BLOCK_SIZE // 16] = 0xFF  # NaN in any type
 
     def run(self, plan, *, on_layer_done=None, wants_logits=True, num_left_out=()):
         """Returns the logits of the rows, without those of drafts. `plan`: (sequence, rows, ids of wrong drafts).
@@ -242,7 +245,9 @@ def test_a_tokens_logits_have_the_same_bits_in_any_schedule(library, teams, deco
 def test_a_cache_that_was_made_for_torch_is_refused(portable_library, decoders):
     decoder, spec = decoders(portable_library, "llama", "float32")
     with pytest.raises(InternalError, match="made for its kernels"):
-        NativeStep(decoder, PagedKVCache(spec.planes, num_blocks=1, block_size=BLOCK_SIZE))
+        NativeStep(
+            decoder, PagedKVCache(spec.planes, layer_groups=spec.layer_groups, num_blocks=1, block_size=BLOCK_SIZE)
+        )
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])

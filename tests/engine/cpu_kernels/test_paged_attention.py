@@ -93,7 +93,11 @@ def reference(query: Tensor, keys: Tensor, values: Tensor, before: int, options:
     seen = torch.arange(len(keys)) <= positions
     if options.sliding_window is not None:
         seen &= torch.arange(len(keys)) > positions - options.sliding_window
-    weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if options.sinks is not None:
+        sinks = options.sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : len(keys)]
     output = torch.einsum("hrt,thd->rhd", weights, values)
     # A weight has the errors of its score, of the exponential and of rounding to the values' type. So has each weight
     # in the sum by which it is divided, and that sum is rounded, too.
@@ -181,20 +185,20 @@ def test_contexts_that_end_at_a_border(library, teams, num_threads, length):
 
 
 SPANS = [(5, 254), (1, 600), (30, 500), (3, 0)]
-NAMES = ("dtype", "heads", "sequences", "block_size", "window", "softcap", "num_threads")
+NAMES = ("dtype", "heads", "sequences", "block_size", "window", "softcap", "sink", "num_threads")
 
 
 def _case(*values):
     return example(**dict(zip(NAMES, values, strict=True)))
 
 
-@_case(torch.float32, Heads(), SPANS, 16, 255, None, 1)
-@_case(torch.bfloat16, Heads(), SPANS, 16, 256, None, 2)
-@_case(torch.float32, Heads(), SPANS, 16, 257, None, 2)
-@_case(torch.bfloat16, Heads(16, 3, 8), [(33, 270), (5, 254), (1, 511)], 256, None, 0.5, 3)
-@_case(torch.float32, Heads(16, 1, 7), [(5, 300), (1, 511), (33, 0)], 5, 30, 50.0, 1)
-@_case(torch.bfloat16, Heads(48, 1, 12, 32), [(5, 300), (33, 7), (1, 511)], 16, 255, None, 2)
-@_case(torch.bfloat16, Heads(48, 2, 3), [(5, 300), (33, 7), (1, 260)], 24, None, None, 2)
+@_case(torch.float32, Heads(), SPANS, 16, 255, None, None, 1)
+@_case(torch.bfloat16, Heads(), SPANS, 16, 256, None, None, 2)
+@_case(torch.float32, Heads(), SPANS, 16, 257, None, 1.0, 2)
+@_case(torch.bfloat16, Heads(16, 3, 8), [(33, 270), (5, 254), (1, 511)], 256, None, 0.5, 3.0, 3)
+@_case(torch.float32, Heads(16, 1, 7), [(5, 300), (1, 511), (33, 0)], 5, 30, 50.0, -2.0, 1)
+@_case(torch.bfloat16, Heads(48, 2, 3), [(5, 300), (33, 7), (1, 260)], 24, None, None, None, 2)
+@_case(torch.bfloat16, Heads(48, 1, 12, 32), [(5, 300), (33, 7), (1, 511)], 16, 255, None, 0.5, 2)
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     dtype=st.sampled_from(DTYPES),
@@ -204,10 +208,12 @@ def _case(*values):
     block_size=st.sampled_from([16, 32, 64]),
     window=st.none() | st.integers(1, 700),
     softcap=st.none() | st.floats(1.0, 30.0),
+    sink=st.none() | st.floats(-100.0, 100.0, width=32),
     num_threads=st.integers(1, 3),
 )
-def test_any_batch(library, teams, dtype, heads, sequences, block_size, window, softcap, num_threads):
-    options = AttentionOptions(0.3, sliding_window=window, softcap=softcap, latent_dim=heads.latent_dim)
+def test_any_batch(library, teams, dtype, heads, sequences, block_size, window, softcap, sink, num_threads):
+    sinks = None if sink is None else torch.linspace(sink, -1.0, heads.num_heads)
+    options = AttentionOptions(0.3, sliding_window=window, softcap=softcap, sinks=sinks, latent_dim=heads.latent_dim)
     check(teams(library, num_threads), sequences, dtype=dtype, heads=heads, options=options, block_size=block_size)
 
 
@@ -234,6 +240,7 @@ OPTIONS = {
     "window_of_40": AttentionOptions(0.2, sliding_window=40),
     "window_of_300": AttentionOptions(0.2, sliding_window=300),
     "softcap": AttentionOptions(0.2, softcap=3.0),
+    "sinks": AttentionOptions(0.2, sinks=torch.linspace(-2.0, 8.0, 6)),
 }
 
 
@@ -269,6 +276,8 @@ def rows_that_differ(kernels_alone, kernels, cache: Cache, batches, options) -> 
             "mixed_batch-full-torch.float32",
             "mixed_batch-window_of_40-torch.bfloat16",
             "whole_prompt-softcap-torch.bfloat16",
+            "verify_pass-sinks-torch.bfloat16",
+            "mixed_batch-sinks-torch.float32",
         ),
     ),
     indirect=["library"],

@@ -15,6 +15,7 @@ from outrider.engine.cpu_kernels.paths import SAME_BITS, choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from tests.engine.cpu_kernels.libraries import BUILD_SECONDS, REAL_PATHS
 from tests.engine.cpu_kernels.operations import bits, linear, pack, paged_attention
+from tests.engine.cpu_kernels.test_experts import CASES, Layer
 
 PAIR = ("avx512", "avx512_bf16")
 ARE_HERE = set(PAIR) <= set(REAL_PATHS)
@@ -92,6 +93,13 @@ def test_attention(pair, scale, head_dim):
     batch = build_input_batch([SequenceRows([0] * 7, length - 7, tables[0], 1)], 16)
     options = AttentionOptions(scaling=head_dim**-0.5)
     left, right = (paged_attention(kernels, query, keys, values, batch, options) for kernels in pair)
+    assert same(left, right)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_experts(pair, name):
+    layer = Layer(name)
+    left, right = (layer.compute(kernels) for kernels in pair)
     assert same(left, right)
 
 

@@ -19,6 +19,7 @@ from tests.support.interpreted_triton import interpreted_attention
 layers = pytest.importorskip("triton") and pytest.importorskip("outrider.engine.gpu_kernels.layers")
 
 BLOCK_SIZE = 8
+FAMILIES = {"qwen2": {}, "mixtral": {"num_local_experts": 4}}
 TOKENS = [(i * 37) % 90 for i in range(40)]
 
 
@@ -49,16 +50,21 @@ def test_other_splits_would_be_noticed(small_tiles, monkeypatch):
     assert 0.0 < float((layers.linear(rows, weight, None) - product).abs().max()) < 1e-4
 
 
-@pytest.fixture
-def runner(small_tiles):
-    from outrider.engine.deterministic_layers import DeterministicLinear, DeterministicRMSNorm, make_deterministic
+@pytest.fixture(params=FAMILIES)
+def runner(request, small_tiles):
+    from outrider.engine.deterministic_layers import (
+        DeterministicExperts,
+        DeterministicLinear,
+        DeterministicRMSNorm,
+        make_deterministic,
+    )
 
     torch.set_num_threads(1)
     register_attention()
     # Widths are multiples of 64, because torch on a CPU computes a remainder with other code.
     config = AutoConfig.for_model(
-        "qwen2", vocab_size=96, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, initializer_range=0.2,
+        request.param, vocab_size=96, hidden_size=128, intermediate_size=128, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, initializer_range=0.2, **FAMILIES[request.param],
     )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME).eval()
@@ -69,7 +75,8 @@ def runner(small_tiles):
     assert kinds.count(DeterministicRMSNorm) == 2 + 1
     assert not any(issubclass(kind, torch.nn.Linear) for kind in kinds)
     assert DeterministicLinear in kinds
-    cache = PagedKVCache(spec.planes, num_blocks=12, block_size=BLOCK_SIZE)
+    assert (DeterministicExperts in kinds) == (request.param == "mixtral")
+    cache = PagedKVCache(spec.planes, layer_groups=spec.layer_groups, num_blocks=12, block_size=BLOCK_SIZE)
     loaded = SimpleNamespace(model=model, device="cpu", spec=spec, native=None, fused=None, cpu_kernels=None)
     return make_runner(loaded, cache, interpreted_attention(num_heads=2, num_kv_heads=1)), plain
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,6 +50,8 @@ def memory(request):
 def attend(memory, *sequences, options=PLAIN, tile=TILE, num_programs=3):
     """Returns the attention of all rows: [num_rows, num_heads, head_dim]."""
     queries, keys, values = memory
+    if options.sinks is not None:
+        options = replace(options, sinks=options.sinks.to(queries.device))
     batch = build_input_batch(sequences, BLOCK_SIZE)
     heads = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS}
     attention = TritonAttention(queries.device, **heads, tile=tile, num_programs=num_programs)
@@ -59,12 +63,13 @@ def rows(start, end, blocks=BLOCKS, parents=()):
 
 
 WINDOW = AttentionOptions(0.25, sliding_window=37, softcap=1.5)
+SINKS = AttentionOptions(0.25, sliding_window=60, sinks=torch.tensor([-1.0, 5.0, 0.5, 2.0]))
 
 
 @pytest.mark.parametrize(
     ("position", "options"),
     [
-        *((0, PLAIN), (31, WINDOW), (32, PLAIN), (70, WINDOW)),
+        *((0, PLAIN), (31, WINDOW), (32, PLAIN), (70, WINDOW), (70, SINKS)),
         *(
             pytest.param(*other, marks=pytest.mark.full)
             for other in ((0, WINDOW), (31, PLAIN), (32, WINDOW), (70, PLAIN))
@@ -86,7 +91,7 @@ TREE = (-1, -1, 0, 0)
 @pytest.mark.parametrize(
     ("options", "parents"),
     [
-        *((WINDOW, ()), (PLAIN, TREE)),
+        *((WINDOW, ()), (PLAIN, TREE), (SINKS, TREE)),
         *(pytest.param(*other, marks=pytest.mark.full) for other in ((PLAIN, ()), (WINDOW, TREE))),
     ],
 )

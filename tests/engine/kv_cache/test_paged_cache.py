@@ -29,7 +29,7 @@ SPEC = ModelSpec(
 
 def make_cache(dtype="float32", num_blocks=6, block_size=4):
     spec = dataclasses.replace(SPEC, dtype=dtype)
-    cache = PagedKVCache(spec.planes, num_blocks=num_blocks, block_size=block_size)
+    cache = PagedKVCache(spec.planes, layer_groups=spec.layer_groups, num_blocks=num_blocks, block_size=block_size)
     for tensor in (*cache.keys, *cache.values):
         tensor.normal_()
     return cache

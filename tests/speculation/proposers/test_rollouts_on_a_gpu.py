@@ -49,7 +49,12 @@ def capture(run):
 
 def model_forward(node):
     cache = PagedKVCache(
-        node.loaded.spec.planes, num_blocks=24, block_size=BLOCK_SIZE, device=str(GPU), num_scratch_blocks=1
+        node.loaded.spec.planes,
+        layer_groups=node.loaded.spec.layer_groups,
+        num_blocks=24,
+        block_size=BLOCK_SIZE,
+        device=str(GPU),
+        num_scratch_blocks=1,
     )
     runner = make_runner(node.loaded, cache, node.attention, graphs=GraphShapes(4))
     pool = SimpleNamespace(block_size=BLOCK_SIZE)

@@ -92,6 +92,33 @@ OUTRIDER_API OutriderStatus outrider_unpack_row(const OutriderMatrix* matrix, in
 OUTRIDER_API OutriderStatus outrider_linear(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
                                             const void* x, int64_t num_rows, const OutriderMatrix* matrix, void* y);
 
+// ---- experts.cpp: layers with a mixture of experts
+
+// The experts of a layer: y = down (act(gate x) * up x), with an `activation`:
+//   0: act(gate) = gate * sigmoid(gate)
+//   1: the tanh approximation of GELU
+//   2: gate * sigmoid(alpha * gate) for a gate of at most `limit`, and an up from -limit to limit to which `shift` is
+//      added; a limit of 0 is none
+struct OutriderExperts {
+  int64_t num_experts;
+  int64_t hidden_size;
+  int64_t intermediate_size;
+  const OutriderMatrix* gate_up;  // [num_experts], each interleaved
+  const OutriderMatrix* down;     // [num_experts], of the same type as gate_up
+  int32_t activation;
+  float alpha;
+  float limit;
+  float shift;
+};
+
+// Computes the weighted sum of each row's experts. x and y: [num_rows, hidden_size] of the activations' type, FLOAT32
+// or BFLOAT16; expert_ids and weights: [num_rows, num_slots]. The slots of a row are added in their order, so a row's
+// bits do not depend on other rows. A slot whose id is not from 0 to num_experts - 1 adds nothing.
+OUTRIDER_API OutriderStatus outrider_experts(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
+                                             const OutriderExperts* experts, const void* x, int64_t num_rows,
+                                             const int64_t* expert_ids, const float* weights, int64_t num_slots,
+                                             void* y);
+
 // ---- rms_norm.cpp: y = x / sqrt(mean(x^2) + epsilon) * weight, row by row; weight is float32. `rounds_once` 0: the
 // normalised values are also rounded to `type` before they are multiplied by the weight.
 OUTRIDER_API OutriderStatus outrider_rms_norm(OutriderTeam* team, int32_t type, const void* x, int64_t num_rows,
@@ -151,6 +178,7 @@ struct OutriderAttention {
   int64_t sliding_window;  // 0: none
   float scaling;
   float softcap;  // 0: none
+  const float* sinks;  // [num_heads]: the score of one more key of each head, which has no value; null: none
 };
 
 // Computes attention. query and output: [num_rows, num_heads, head_dim]; query_stride is the distance of two query rows

@@ -176,7 +176,7 @@ class DecoderStep final : public Job {
 
   OutriderAttention attention_options(const OutriderLayer& layer) const {
     return OutriderAttention{decoder_.num_heads, decoder_.num_kv_heads, decoder_.head_dim, 0,
-                             layer.sliding_window, decoder_.scaling, decoder_.attention_softcap};
+                             layer.sliding_window, decoder_.scaling, decoder_.attention_softcap, nullptr};
   }
 
   void embed(int64_t row) {
@@ -417,7 +417,8 @@ class DecoderStep final : public Job {
               gate_up);
     note(OUTRIDER_NORM);
     multiply(phases[8], member, ahead, normalised_, layer.gate_up, gate_up, &layer.down,
-             ActivateMultiplyTo<Type, Row>{gated_, decoder_.intermediate_size, decoder_.is_gelu != 0});
+             ActivateMultiplyTo<Type, Row, PlainGate>{gated_, decoder_.intermediate_size, decoder_.intermediate_size,
+                                                      PlainGate{decoder_.is_gelu != 0}});
     prepare_rows(phases[9], member, ahead, gated_, layer.down, down);
     multiply(phases[10], member, ahead, gated_, layer.down, down, next_qkv,
              adder(layer.mlp_output_norm));

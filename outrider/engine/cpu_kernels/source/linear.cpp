@@ -65,11 +65,7 @@ const Activation<Weight>* as_activations(OutriderWorkspace& workspace, const T* 
     if (width == depth) return reinterpret_cast<const To*>(x);
   }
   To* to = workspace.activations.of<To>(num_rows * depth);
-  for (int64_t row = 0; row < num_rows; row++) {
-    int64_t k = 0;
-    for (; k + kWidth <= width; k += kWidth) store_rounded(to + row * depth + k, load_wide(x + row * width + k));
-    for (; k < depth; k++) store_one(to + row * depth + k, k < width ? widen(x[row * width + k]) : 0.0f);
-  }
+  for (int64_t row = 0; row < num_rows; row++) convert_row(x + row * width, width, depth, to + row * depth);
   return to;
 }
 
@@ -92,19 +88,10 @@ void linear(Team& team, OutriderWorkspace& workspace, const T* x, int64_t num_ro
              [&](int64_t unit, int) { multiply_unit<Weight>(unit, rows, num_rows, matrix, store); });
 }
 
-// Calls f with a null pointer whose type is that of plain weights.
-template <class F>
-void with_plain(int32_t type, F&& f) {
-  if (type == OUTRIDER_BFLOAT16) return f(static_cast<BFloat16*>(nullptr));
-  f(static_cast<float*>(nullptr));
-}
-
 // Calls f with the matrix.
 template <class F>
 void with_matrix(const OutriderMatrix& matrix, F&& f) {
-  const auto typed = [&](auto* weight) { f(Matrix<std::remove_pointer_t<decltype(weight)>>(matrix)); };
-  if (matrix.type >= OUTRIDER_INT8) return with_codes(matrix.type, typed);
-  with_plain(matrix.type, typed);
+  with_weights(matrix.type, [&](auto* weight) { f(Matrix<std::remove_pointer_t<decltype(weight)>>(matrix)); });
 }
 
 }  // namespace

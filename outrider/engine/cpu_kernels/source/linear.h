@@ -107,6 +107,28 @@ class NextWeights {
   const char* end_ = nullptr;
 };
 
+// Converts a row for a product: to the product's activation type, padded with zeros to `depth`.
+template <class T, class To>
+static inline void convert_row(const T* row, int64_t width, int64_t depth, To* to) {
+  int64_t k = 0;
+  for (; k + kWidth <= width; k += kWidth) store_rounded(to + k, load_wide(row + k));
+  for (; k < depth; k++) store_one(to + k, k < width ? widen(row[k]) : 0.0f);
+}
+
+// Calls f with a null pointer whose type is that of plain weights.
+template <class F>
+static inline void with_plain(int32_t type, F&& f) {
+  if (type == OUTRIDER_BFLOAT16) return f(static_cast<BFloat16*>(nullptr));
+  f(static_cast<float*>(nullptr));
+}
+
+// Does the same for any type of weights.
+template <class F>
+static inline void with_weights(int32_t type, F&& f) {
+  if (type >= OUTRIDER_INT8) return with_codes(type, f);
+  with_plain(type, f);
+}
+
 // Unpacks row `row` of W to `to` [in_features] (linear.cpp).
 void unpack_row(const OutriderMatrix& matrix, int64_t row, float* to);
 
@@ -138,22 +160,30 @@ struct AddTo {
   }
 };
 
-// Stores silu(gate) * up, or gelu(gate) * up. A tile has a panel of gates and the panel of the same ups. Gate and
-// up are rounded to T first, as two separate layers would round them.
-template <class T, class To>
+// An MLP's activation: silu(gate) * up, or gelu(gate) * up.
+struct PlainGate {
+  bool is_gelu;
+
+  Floats operator()(Floats gate, Floats up) const { return (is_gelu ? gelu(gate) : gate * sigmoid(gate)) * up; }
+};
+
+// Stores gate(gate, up) in rows of `stride`, of which it fills `width`. A tile has a panel of gates and the panel of the
+// same ups. Gate and up are rounded to T first, as two separate layers would round them.
+template <class T, class To, class Gate>
 struct ActivateMultiplyTo {
   To* y;
   int64_t width;
-  bool is_gelu;
+  int64_t stride;
+  Gate gate;
 
   void operator()(const TileRow& tile) const {
-    To* to = y + tile.row * width + tile.column / 2;
+    To* to = y + tile.row * stride + tile.column / 2;
     const int64_t left = width - tile.column / 2;
     for (int c = 0; c < kPanel; c += kWidth) {
       const T* type = nullptr;
-      const Floats gate = rounded_to(load(tile.values + c), type);
-      const Floats up = rounded_to(load(tile.values + kPanel + c), type);
-      const Floats value = rounded_to((is_gelu ? gelu(gate) : gate * sigmoid(gate)) * up, type);
+      const Floats gates = rounded_to(load(tile.values + c), type);
+      const Floats ups = rounded_to(load(tile.values + kPanel + c), type);
+      const Floats value = rounded_to(gate(gates, ups), type);
       if (c + kWidth <= left) {
         store_exact(to + c, value);
       } else {

@@ -11,9 +11,9 @@
 // Sixteen keys at consecutive positions are multiplied in place if they fill a panel of the
 // cache (kv_panels.h) in that order. Otherwise they are gathered first: blocks may not consist
 // of whole panels, and the last keys of a row in a tree of drafts are not in the slots of their
-// positions. In latent attention the keys' latents are always gathered, from the values, because the products of keys
-// and of values need different layouts. Rows that continue the path of the row before them share a read, too; other rows
-// of a tree read their keys separately, in the order of positions.
+// positions. Rows that continue the path of the row before them share a read, too; other rows
+// of a tree read their keys separately, in the order of positions. In latent attention the
+// keys' latents are always gathered, from the values: the two products need different layouts.
 #pragma once
 
 #include <algorithm>
@@ -157,9 +157,19 @@ struct PagedAttention {
  private:
   template <class Store>
   void store_tile(const AttentionTile& tile, int64_t head, const PartialResult& result, Store&& store_row) const {
-    for (int64_t r = 0; r < tile.num_rows * group(); r++)
-      store_row(tile.row + r / group(), head * group() + r % group(), result.values + r * value_dim(options),
-                1.0f / result.sums[r]);
+    for (int64_t r = 0; r < tile.num_rows * group(); r++) {
+      const int64_t query_head = head * group() + r % group();
+      store_row(tile.row + r / group(), query_head, result.values + r * value_dim(options),
+                factor(result.largest[r], result.sums[r], query_head));
+    }
+  }
+
+  // Returns the factor of a finished row's values: 1 / (the sum of its weights and the weight of the head's sink).
+  float factor(float largest, float sum, int64_t query_head) const {
+    if (options.sinks == nullptr) return 1.0f / sum;
+    const float sink = options.sinks[query_head], most = std::max(largest, sink);
+    const float keep = exponential(largest - most);
+    return keep / (sum * keep + exponential(sink - most));
   }
 
   void load_queries(const AttentionTile& tile, int64_t head, AttentionScratch<KV>& scratch) const {
