@@ -6,6 +6,7 @@ from ctypes import Structure
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from outrider.engine.attention.base import AttentionBackend, AttentionOptions
@@ -69,7 +70,8 @@ class NativeAttention(AttentionBackend):
     ) -> Tensor:
         """Returns [num_rows, num_heads, head_dim], or latent_dim instead of head_dim."""
         query = query.contiguous()
-        output = query.new_empty((*query.shape[:2], options.latent_dim or query.shape[2]))
+        width = options.latent_dim
+        output = query.new_empty((*query.shape[:2], width)) if width else torch.empty_like(query)
         struct = attention_struct(query, key_cache, options)
         paged_attention(self.kernels, self._workspace, plan[0], struct, query, key_cache, value_cache, output)
         return output

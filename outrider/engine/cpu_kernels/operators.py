@@ -87,9 +87,9 @@ def paged_attention(
     output: Tensor,  # like query, but with latent_dim instead of head_dim in latent attention
 ) -> None:
     """Computes attention of queries over the keys and values of their sequences, and writes the result to `output`."""
-    widths = options.head_dim - options.latent_dim, options.latent_dim or options.head_dim
-    for cache, width in zip((key_cache, value_cache), widths, strict=True):
-        _check_panels(cache, options.num_kv_heads, width, query.dtype)
+    num_kv_heads, head_dim, latent_dim = options.num_kv_heads, options.head_dim, options.latent_dim
+    _check_panels(key_cache, num_kv_heads, head_dim - latent_dim, query.dtype)
+    _check_panels(value_cache, num_kv_heads, latent_dim or head_dim, query.dtype)
     _call(
         kernels.library.functions.outrider_paged_attention, kernels.team, workspace.handle,
         ELEMENT_TYPES[query.dtype], options, batch, query.data_ptr(), query.shape[1] * query.shape[2],

@@ -26,12 +26,6 @@ struct AttentionTile {
   int64_t path_position;  // earlier keys are found through the block table
 };
 
-// The widths of keys and values in the cache (see api.h).
-static inline int64_t key_dim(const OutriderAttention& options) { return options.head_dim - options.latent_dim; }
-static inline int64_t value_dim(const OutriderAttention& options) {
-  return options.latent_dim > 0 ? options.latent_dim : options.head_dim;
-}
-
 // Returns the batch with the slots, paths and block tables of this group of layers.
 static inline OutriderBatch batch_of_group(const OutriderBatch& batch, int64_t group) {
   OutriderBatch own = batch;
