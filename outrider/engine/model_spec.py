@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from outrider.engine.kv_cache.planes import LayerGroup, PlaneSpec
+from outrider.engine.kv_cache.planes import LayerGroup, PlaneSpec, stored_vectors
 
 
 def windows_of(sliding_windows: Iterable[int | None], max_positions: int | None) -> tuple[int, ...]:
@@ -20,27 +20,29 @@ def windows_of(sliding_windows: Iterable[int | None], max_positions: int | None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Sizes of a transformers decoder that stores plain K and V for each token."""
+    """Sizes of a transformers decoder that stores K and V, or a latent vector, for each token."""
 
     architecture: str  # class name, such as "LlamaForCausalLM"
     num_layers: int
     num_heads: int  # query heads
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys as attention multiplies them
     vocab_size: int  # number of rows of the output layer, padding included
     max_model_len: int  # maximum number of tokens in prompt and answer together
     dtype: str  # "float32", "bfloat16", "float16"
     is_extended: bool = False  # whether rotations are those beyond the original window; this changes all keys
     windows: tuple[int, ...] = ()  # sliding window of each layer, as in PlaneSpec; empty: no layer has one
     model_windows: tuple[int, ...] = ()  # those of the whole model, if these are some of its layers
+    latent_dim: int = 0  # above 0: latent attention, see `stored_vectors`
     features: PlaneSpec | None = None  # stored per token for a drafter head; see outrider.engine.feature_spec
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
         """The groups of layers that share blocks: first the layers without a window, then one group for each window."""
         windows = self.windows or (0,) * self.num_layers
+        (keys, _), (values, _) = stored_vectors(self.head_dim, self.latent_dim)
         return tuple(
-            LayerGroup(tuple(layer for layer, each in enumerate(windows) if each == window), window)
+            LayerGroup(tuple(layer for layer, each in enumerate(windows) if each == window), window, (keys, values))
             for window in sorted({0, *windows, *self.model_windows})
         )
 
@@ -52,13 +54,19 @@ class ModelSpec:
     @property
     def planes(self) -> tuple[PlaneSpec, ...]:
         """The planes of the KV cache, in the order in which they are pushed."""
+        widths = [width for _, width in stored_vectors(self.head_dim, self.latent_dim)]
         keys_and_values = (
-            PlaneSpec(name, len(group.layers), self.num_kv_heads, self.head_dim, self.dtype, group.window)
+            PlaneSpec(name, len(group.layers), self.num_kv_heads, width, self.dtype, group.window)
             for group in self.layer_groups
-            for name in group.plane_names
+            for name, width in zip(group.plane_names, widths, strict=True)
             if group.layers
         )
         return (*keys_and_values, *(() if self.features is None else (self.features,)))
+
+    @property
+    def attention_shape(self) -> dict[str, int]:
+        """The arguments of `make_attention_backend` that tell the model's shape."""
+        return {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "latent_dim": self.latent_dim}
 
     @property
     def bytes_per_token(self) -> int:

@@ -61,8 +61,8 @@ def open_runner(
     """
     backend = None
     if model.model is not None:
-        heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
-        backend = make_attention_backend(attention, model.device, model.spec.dtype, **heads)
+        shape = model.spec.attention_shape
+        backend = make_attention_backend(attention, model.device, model.spec.dtype, **shape)
     reserved_bytes = profile_run(
         model,
         backend,

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """attend(layer, query, key, value, scaling) writes the rows' keys and values to the head's paged cache and attends
 causally over it. query: [num_rows, num_heads, head_dim]; key, value: [num_rows, num_kv_heads, head_dim]. Query and
-key are already rotated. Returns [num_rows, num_heads, head_dim]."""
+key are already rotated. Returns [num_rows, num_heads, head_dim]. With latent attention (`spec.latent_dim`), key and
+value are what is stored, and the result has `latent_dim` instead of `head_dim`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

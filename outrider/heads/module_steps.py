@@ -40,8 +40,9 @@ class ModuleHeadSteps:
         if kernels is not None:
             self._attention = NativeAttention(kernels)
         else:
-            heads = {"num_heads": max(model.spec.num_heads, 1), "num_kv_heads": max(model.spec.num_kv_heads, 1)}
-            self._attention = make_attention_backend("auto", device, model.spec.dtype, **heads)
+            spec = model.spec
+            shape = {"num_heads": max(spec.num_heads, 1), "num_kv_heads": max(spec.num_kv_heads, 1)}
+            self._attention = make_attention_backend("auto", device, spec.dtype, **shape, latent_dim=spec.latent_dim)
 
     @property
     def can_be_captured(self) -> bool:
@@ -134,7 +135,8 @@ class ModuleHeadSteps:
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
             assert over_cache is not None, "a head without layers asks for attention"
-            return over_cache(layer, query, key, value, AttentionOptions(scaling), {})
+            options = AttentionOptions(scaling, latent_dim=self._model.spec.latent_dim)
+            return over_cache(layer, query, key, value, options, {})
 
         hidden = self._model.forward(HeadRows(fed.token_ids, features, depths, fed.positions), attend)
         hidden = hidden.index_select(0, fed.logits_rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.kv_cache.planes import PlaneSpec, stored_vectors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,7 @@ class HeadSpec:
     num_heads: int = 0  # query heads
     num_kv_heads: int = 0
     head_dim: int = 0
+    latent_dim: int = 0  # above 0: latent attention, see `stored_vectors`
     width: int  # size of features and of the head's own hidden states, which replace features for later draft tokens
     vocab_size: int  # of the target
     max_model_len: int  # tokens
@@ -45,5 +46,6 @@ class HeadSpec:
         if not self.num_layers:
             return ()
         return tuple(
-            PlaneSpec(name, self.num_layers, self.num_kv_heads, self.head_dim, self.dtype) for name in ("k", "v")
+            PlaneSpec(name, self.num_layers, self.num_kv_heads, width, self.dtype)
+            for name, width in stored_vectors(self.head_dim, self.latent_dim)
         )

@@ -28,6 +28,7 @@ from outrider.engine.cpu_kernels.paths import FUSED, KernelChoice
 from outrider.engine.device import device_type
 from outrider.engine.gpu_kernels import why_not_fused
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
+from outrider.engine.latent_attention import TorchProjections, absorb_projections
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import BatchInvariance, Numerics, native_numerics, torch_batch_invariance, torch_numerics
 from outrider.engine.runnable_model import RunnableModel
@@ -184,8 +185,9 @@ def _load_modules(source: _Source) -> tuple[_Source, RunnableModel]:
     spec, layers = describe_decoder(model, dtype=source.dtype, window=source.window)
     if config.tensor_parallel_size > 1:
         check_split(spec, source.hf_config, config.tensor_parallel_size)
-    if source.kernels.library is not None and spec.head_dim % HEAD_DIM_STEP:
-        reason = f"its heads have {spec.head_dim} dimensions, not a multiple of {HEAD_DIM_STEP}"
+    odd = [plane.head_dim for plane in spec.planes if plane.head_dim % HEAD_DIM_STEP]
+    if source.kernels.library is not None and odd:
+        reason = f"its heads have {odd[0]} dimensions, not a multiple of {HEAD_DIM_STEP}"
         kernels = fall_back_to_torch(config, reason)
         dtype = resolve_dtype(config.dtype, device, source.hf_config, is_native=False)
         weights = choose_weight_format(config, source.checkpoint, kernels, dtype=dtype, is_decoder=False)
@@ -267,6 +269,7 @@ def _make_runnable(
 
         return replace(runnable, fused=FusedDecoder(model, spec, layers, is_deterministic=config.deterministic))
     if kernels.library is None:
+        absorb_projections(model, TorchProjections)
         if config.deterministic:
             from outrider.engine.deterministic_layers import make_deterministic  # imports triton
 

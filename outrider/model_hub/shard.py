@@ -77,8 +77,8 @@ def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
         model = load_model(start.config, progress=progress)
     attention = None
     if model.model is not None:
-        heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
-        attention = make_attention_backend(start.config.attention, model.device, model.spec.dtype, **heads)
+        shape = model.spec.attention_shape
+        attention = make_attention_backend(start.config.attention, model.device, model.spec.dtype, **shape)
     reserved = profile_run(model, attention, num_rows=start.max_rows_per_step, block_size=start.block_size)
     if model.model is not None and not is_stage:
         set_collective_timeout(model.model, timeout_seconds=start.timeout_seconds)

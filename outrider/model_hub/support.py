@@ -1,7 +1,8 @@
 """Checks at load that a decoder can be served, by running it.
 
-Each layer must store plain keys and values for each token, and use transformers' AttentionInterface only for causal
-attention with a scale, a window, a soft cap and sinks. Other models are refused with an error that names them.
+Each layer must store plain keys and values for each token, or a latent vector, and use transformers'
+AttentionInterface only for causal attention with a scale, a window, a soft cap and sinks. Other models are refused with
+an error that names them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from outrider.engine.attention import make_attention_backend
@@ -19,6 +20,7 @@ from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, STEP_ARGUMENT, LayerAttention
 from outrider.engine.device import device_type
 from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.latent_attention import latent_layers, latent_shape
 from outrider.engine.model_runner import make_runner
 from outrider.engine.model_spec import ModelSpec, windows_of
 from outrider.engine.numerics import allowed_difference
@@ -92,9 +94,12 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
     """
     name = architecture_name(model.config)
     config = model.config.get_text_config(decoder=True)
-    recorded: dict[int, tuple[tuple[int, int, int], AttentionOptions]] = {}
+    recorded: dict[int, tuple[tuple[int, int, int, int], AttentionOptions]] = {}
+    latents = {layer.layer_idx: layer for layer in latent_layers(model)}
+    if not all(type(layer.kv_b_proj) is nn.Linear and layer.kv_b_proj.bias is None for layer in latents.values()):
+        raise ModelError(f"{name} has latent projections that are quantized or have a bias, which is not supported")
     token_ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
-    arguments: dict[str, Any] = {STEP_ARGUMENT: _recorder(name, recorded)}
+    arguments: dict[str, Any] = {STEP_ARGUMENT: _recorder(name, recorded, latents)}
     try:
         with torch.inference_mode():
             logits = model(
@@ -110,7 +115,7 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
     if sorted(recorded) != list(range(config.num_hidden_layers)):
         raise ModelError(
             f"{name} has {config.num_hidden_layers} layers and attends in {len(recorded)}: each must keep plain "
-            f"K and V for each token, which state-space, recurrent and compressed layers do not"
+            f"K and V for each token, which state-space and recurrent layers do not"
         )
     layers = [recorded[layer][1] for layer in range(config.num_hidden_layers)]
     layer_types = getattr(config, "layer_types", None) or ()
@@ -120,13 +125,14 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
     shapes = {shape for shape, _ in recorded.values()}
     if len(shapes) != 1:
         raise ModelError(f"{name} has layers of different K and V shapes {sorted(shapes)}, which is not supported")
-    num_heads, num_kv_heads, head_dim = shapes.pop()
+    num_heads, num_kv_heads, head_dim, latent_dim = shapes.pop()
     spec = ModelSpec(
         architecture=name,
         num_layers=config.num_hidden_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        latent_dim=latent_dim,
         vocab_size=logits.shape[-1],
         max_model_len=window.max_model_len,
         dtype=dtype,
@@ -205,8 +211,9 @@ def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num
     num_blocks = -(-num_tokens // _COMPARED_BLOCK)
     cache = model.make_cache(3 * num_blocks, _COMPARED_BLOCK)
     in_one_pass, in_chunks, of_others = (range(first * num_blocks, (first + 1) * num_blocks) for first in range(3))
-    heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
-    runner = make_runner(model, cache, make_attention_backend(attention, cache.device, spec.dtype, **heads))
+    runner = make_runner(
+        model, cache, make_attention_backend(attention, cache.device, spec.dtype, **spec.attention_shape)
+    )
 
     def logits(first: SequenceRows, *company: SequenceRows) -> Tensor:
         """Returns the first sequence's logits: [num_logits, vocab_size] float32."""
@@ -238,16 +245,21 @@ def architecture_name(config: PretrainedConfig) -> str:
     return str(architectures[0]) if architectures else str(config.model_type)
 
 
-def _recorder(name: str, layers: dict[int, tuple[tuple[int, int, int], AttentionOptions]]) -> LayerAttention:
-    """Makes an attention function that computes nothing and records in `layers` each layer's options.
+def _recorder(
+    name: str, layers: dict[int, tuple[tuple[int, int, int, int], AttentionOptions]], latents: Mapping[int, Any]
+) -> LayerAttention:
+    """Makes an attention function that computes nothing and records in `layers` each layer's shape and options.
 
     The function returns zeros, and raises ModelError if a layer cannot be served. `name`: the architecture's name.
+    `latents`: the modules of latent attention by layer, which still expand keys and values. The shape is (query heads,
+    KV heads, head_dim, latent_dim) as ModelSpec has them.
     """
 
     def record(
         layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, extras: Mapping[str, Any]
     ) -> Tensor:
-        if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
+        latent = latents.get(layer)
+        if latent is None and (key.shape != value.shape or key.shape[-1] != query.shape[-1]):
             raise ModelError(f"{name} has K of {key.shape[-1]} and V of {value.shape[-1]} dimensions a head")
         unknown = [
             extra for extra, held in extras.items() if isinstance(held, Tensor) and extra not in _HARMLESS_TENSORS
@@ -258,8 +270,9 @@ def _recorder(name: str, layers: dict[int, tuple[tuple[int, int, int], Attention
             raise ModelError(f"{name} has attention sinks {[*options.sinks.shape]} for {query.shape[1]} query heads")
         if layer in layers:
             raise ModelError(f"{name} attends twice in layer {layer}: not supported")
-        layers[layer] = ((query.shape[1], key.shape[1], key.shape[2]), options)
-        return torch.zeros_like(query)
+        stored = (key.shape[1], key.shape[2], 0) if latent is None else latent_shape(latent)
+        layers[layer] = ((query.shape[1], *stored), options)
+        return value.new_zeros((*query.shape[:2], value.shape[-1]))
 
     return record
 

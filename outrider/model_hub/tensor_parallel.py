@@ -37,6 +37,8 @@ def check_tensor_parallel(config: ModelConfig, model: PretrainedConfig) -> None:
     text = model.get_text_config(decoder=True)
     if not getattr(text, "base_model_tp_plan", None):
         raise ConfigError(f"{name}: transformers has no tensor-parallel plan for {text.model_type}")
+    if getattr(text, "kv_lora_rank", 0):
+        raise ConfigError(f"{name}: all heads of latent attention ({text.model_type}) share what is stored")
     heads: Mapping[str, int] = {
         "attention heads": text.num_attention_heads,
         "KV heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,

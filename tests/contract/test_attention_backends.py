@@ -19,7 +19,7 @@ from outrider.engine.attention.native import NativeAttention
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.kv_cache.planes import PlaneSpec, stored_vectors
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import start_kernels
@@ -137,18 +137,22 @@ def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=
     lengths = [rows + before + sum(map(len, parents)) for rows, before, *parents in sequences]
     num_blocks = [-(-length // block_size) for length in lengths]
     shuffled = torch.randperm(sum(num_blocks) + 5, generator=generator).tolist()
-    shape = (len(shuffled), block_size, num_kv_heads, head_dim)
-    keys, values = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))  # unwritten slots have no effect
+    vectors = stored_vectors(head_dim, options.latent_dim)
+    shape = (len(shuffled), block_size, num_kv_heads)
+    # Unwritten slots have no effect.
+    keys, values = (torch.full((*shape, width), float("nan"), dtype=dtype) for _, width in vectors)
     parts, queries, expected, as_chains = [], [], [], []
     for (known, before, *drafts), length, count in zip(sequences, lengths, num_blocks, strict=True):
         parents = drafts[0] if drafts else ()
         table = [shuffled.pop() for _ in range(count)]
         by_slot = []
         for cache in (keys, values):
-            tokens = random(count * block_size, num_kv_heads, head_dim)
+            tokens = random(count * block_size, *cache.shape[2:])
             tokens[length:] = float("nan")  # remains of the block's earlier owner
             cache[table] = tokens.unflatten(0, (count, block_size))
             by_slot.append(tokens[:length].double())
+        if options.latent_dim:
+            by_slot[0] = torch.cat(by_slot[::-1], -1)
         query = random(known + len(parents), num_heads, head_dim)
         queries.append(query)
         parts.append(SequenceRows([0] * len(query), before, table, 1, parents))
@@ -162,7 +166,7 @@ def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=
     plan = attention.prepare(build_input_batch(parts, block_size))
     query, *caches = (each.to(device) for each in (torch.cat(queries), keys, values))
     if isinstance(attention, NativeAttention):
-        planes = [PlaneSpec(plane, 1, num_kv_heads, head_dim, str(dtype).removeprefix("torch.")) for plane in "kv"]
+        planes = [PlaneSpec(name, 1, num_kv_heads, width, str(dtype).removeprefix("torch.")) for name, width in vectors]
         cache = PagedKVCache(planes, num_blocks=len(keys), block_size=block_size, kernels=attention.kernels)
         attention.store(
             keys.flatten(0, 1),
@@ -179,7 +183,7 @@ def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=
 
 def reference(query, keys, values, before, options):
     """Computes the reference row by row and head by head: [rows, num_heads, head_dim]."""
-    output = torch.empty_like(query)
+    output = query.new_empty((*query.shape[:2], values.shape[2]))
     heads_per_kv = query.shape[1] // keys.shape[1]
     for row, head in itertools.product(range(query.shape[0]), range(query.shape[1])):
         position = before + row

@@ -18,7 +18,7 @@ from outrider.request import VerificationMethod
 from outrider.speculation.step_cost import StepCostModel
 from outrider.speculation.verify.by_request import RequestVerifier
 from tests.decode_node.tiny_node import generate, tiny_nodes
-from tests.support.head_files import HEADS, make_head
+from tests.support.head_files import HEADS, Maker, make_head
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("fixed_step_times", "one_thread")
@@ -156,6 +156,25 @@ def test_the_targets_own_checkpoint_may_have_the_head(target_path, tmp_path, mak
     assert generate(node, sampling=HOT) == without_drafts(HOT)
     assert node.num_accepted > 5
     assert node.parts.model.proposer == "mtp:whole"
+
+
+def test_a_target_with_latent_attention_has_its_mtp_layer_in_its_checkpoint(tmp_path, make_node):
+    """The head keeps latent vectors, too. Its layer has experts, as in DeepSeek-V3."""
+    settings = {"num_hidden_layers": 4, "first_k_dense_replace": 3}
+    folder = make_tiny_model(tmp_path / "whole", architecture="deepseek_v3", overrides=settings)
+    make = Maker(0)
+    make.matrix("model.layers.3.eh_proj", 64, 2 * 64)
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        make.vector(f"model.layers.3.{norm}.weight", 64)
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    save_file(load_file(weights) | make.tensors, weights, metadata={"format": "pt"})
+    counts = {"num_hidden_layers": 3, "num_nextn_predict_layers": 1}
+    config.write_text(json.dumps(json.loads(config.read_text()) | counts))
+    node = make_node(target=folder, head=str(folder))
+    assert generate(node, sampling=HOT) == generate(make_node(target=folder), sampling=HOT)
+    assert node.num_accepted > 5
+    assert node.parts.model.proposer == "mtp:whole"
+    node.assert_nothing_is_held()
 
 
 # Negative controls

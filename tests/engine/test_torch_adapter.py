@@ -142,6 +142,14 @@ def test_what_does_not_fit_is_refused(loaded):
             TorchAdapter(model.model, {name: wrong}, native=model.native)
 
 
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("auto", marks=needs_native)])
+def test_projections_that_attention_absorbs_are_refused(checkpoints, kernels):
+    model = load_model(ModelConfig(id=str(checkpoints("minicpm3")), kernels=kernels))
+    part = LowRank(np.ones((2, 32), np.float32), np.ones((80, 2), np.float32))
+    with pytest.raises(ModelError, match=r"changes model.layers.1.self_attn.kv_b_proj, which is no linear layer"):
+        TorchAdapter(model.model, {"model.layers.1.self_attn.kv_b_proj": part}, native=model.native)
+
+
 def test_linear_classes_of_a_models_own_are_refused():
     """The router of this model returns a tuple."""
     config = AutoConfig.for_model("phimoe", hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64)

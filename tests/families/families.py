@@ -19,7 +19,7 @@ from outrider.model_hub.config import DEFAULT_MODEL_ID
 from tests.model_hub.quantised import test_awq, test_fp8, test_gptq
 from tests.model_hub.quantised.checkpoints import write_checkpoint
 from tests.support.tiny_gguf import write_gguf
-from tests.support.tiny_model import EOS_TOKEN_ID, MERGES, SPECIAL_TOKENS, make_tiny_model, tiny_tokenizer
+from tests.support.tiny_model import DEEPSEEK, EOS_TOKEN_ID, MERGES, SPECIAL_TOKENS, make_tiny_model, tiny_tokenizer
 
 DECODER, BY_LAYERS = "native decoder", "by layers"
 VOCAB_SIZE = 299
@@ -130,11 +130,6 @@ GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 64, **TWO_OF_THREE}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FOUR_EXPERTS = {"num_local_experts": 4, "head_dim": 16, **EXPERTS}
 SHARED = {"n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 16}
-COMPRESSED = {
-    "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-}  # fmt: skip
 
 
 def native(model_type: str, **settings: Any) -> Family:
@@ -203,6 +198,11 @@ FAMILIES: Mapping[str, Family] = {
         rope_parameters=YARN,
         **TWO_OF_THREE,
     ),
+    "MiniCPM 3": by_layers("minicpm3"),
+    "DeepSeek V2": by_layers("deepseek_v2"),
+    "DeepSeek V3": by_layers(
+        "deepseek_v3", q_lora_rank=None, rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+    ),
     "SmolLM2 135M, int8 at load": Family(model_type="", load={**DEFAULT, "weights": "int8"}, is_large=True),
     "SmolLM2 135M, int4 at load": Family(model_type="", load={**DEFAULT, "weights": "int4"}, is_large=True),
     "Gemma 3 270M, GGUF Q4_K_M": Family(model_type="", load={"id": GEMMA_270M, "max_model_len": 1024}, is_large=True),
@@ -218,7 +218,12 @@ FAMILIES: Mapping[str, Family] = {
     "Llama, FP8": of_writer(lambda: test_fp8.Writer(test_fp8.blocks), test_fp8.CONFIG),
     "BLOOM": refused("bloom", OWN_ATTENTION),
     "CodeGen": refused("codegen", OWN_ATTENTION, rotary_dim=8),
-    "DeepSeek V3": refused("deepseek_v3", "has K of 16 and V of 12 dimensions a head", **COMPRESSED),
+    "DeepSeek V3.2": refused(
+        "deepseek_v32",
+        "has layers of type indexed_attention, which keep no plain K and V",
+        **DEEPSEEK,
+        index_head_dim=16,
+    ),
     "Falcon": refused("falcon", OWN_ATTENTION),
     "Gemma 4": refused(
         "gemma4_text",

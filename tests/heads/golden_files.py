@@ -28,7 +28,7 @@ MLP = [
     *("medusa-own-output", "medusa-targets-output", "medusa-truncated"),
     *("mlp-speculator", "mlp-speculator-tied"),
 ]
-MTP = ["mtp-glm", "mtp-speculators", "mtp-qwen"]
+MTP = ["mtp-glm", "mtp-deepseek", "mtp-speculators", "mtp-qwen"]
 NAMES = ["eagle", *EAGLE3, *PARALLEL, *MLP, *MTP]
 
 
@@ -80,6 +80,8 @@ class DenseAttention:
         if before is not None:
             key, value = torch.cat([before[0], key]), torch.cat([before[1], value])
         self.kept[layer] = key, value
+        if query.shape[2] > key.shape[2]:  # latent attention
+            key = torch.cat([value, key], -1)
         group = query.shape[1] // key.shape[1]
         keys, values = (each.repeat_interleave(group, dim=1).float() for each in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scaling

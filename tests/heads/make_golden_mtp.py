@@ -1,7 +1,8 @@
 """Writes the golden files of MTP: python -m tests.heads.make_golden_mtp {transformers,speculators}
 
 The logits are computed by the owners' code:
-- `transformers`, in this project's environment: MtpModel with a whole Glm4Moe target.
+- `transformers`, in this project's environment: MtpModel with a whole target: Glm4Moe, and DeepSeek-V3 with latent
+  attention.
 - `speculators` 0.9.0, in an environment of its own with the transformers that it requires: MTPDraftModel with Qwen3,
   and with Qwen3.5 for gated attention and norms of 1 + weight.
 A Qwen3.5 target cannot be served, because most of its layers keep no keys and values. Its head is included for the
@@ -42,30 +43,43 @@ def text():
     return torch.randint(0, VOCAB, (COMMITTED + DRAFTED,)), torch.randn(COMMITTED - 1, HIDDEN)
 
 
-def glm(name):
-    """Writes a head with experts, partial rotation and biases in its target's checkpoint. Shared tensors are copied."""
-    from transformers import DynamicCache, Glm4MoeConfig, Glm4MoeForCausalLM
+GLM = {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5}
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
+
+
+def with_target(name, model_type, **settings):
+    """Writes a head with experts in its target's checkpoint. Shared tensors are copied."""
+    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
     from transformers.modeling_layers import MtpModel
 
-    config = Glm4MoeConfig(
-        **SIZES,
-        moe_intermediate_size=16,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=2,
-        attention_bias=True,
-        use_qk_norm=True,
-        partial_rotary_factor=0.5,
-        routed_scaling_factor=1.5,
-        num_nextn_predict_layers=1,
-        pad_token_id=0,
-        eos_token_id=1,
-        attn_implementation="eager",
+    config = AutoConfig.for_model(
+        model_type,
+        **SIZES
+        | {
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 2,
+            "routed_scaling_factor": 1.5,
+            "num_nextn_predict_layers": 1,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "attn_implementation": "eager",
+        }
+        | settings,
     )
-    target = shake(Glm4MoeForCausalLM(config).float().eval())
+    target = shake(AutoModelForCausalLM.from_config(config).float().eval())
     model = shake(MtpModel(target, 1).float().eval())
     token_ids, hidden = text()
     cache = DynamicCache(config=config.get_mtp_config())
@@ -173,7 +187,8 @@ def speculators(name, layer_config, *, in_qwens_layout=False):
 if __name__ == "__main__":
     torch.manual_seed(19)
     if sys.argv[1] == "transformers":
-        glm("mtp-glm")
+        with_target("mtp-glm", "glm4_moe", **GLM)
+        with_target("mtp-deepseek", "deepseek_v3", **LATENT)
     else:
         from transformers import Qwen3Config
         from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig

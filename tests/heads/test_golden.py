@@ -144,7 +144,6 @@ OF_LAYER = [
     ("eagle3", {"query_pre_attn_scalar": 144}, "query_pre_attn_scalar is 144"),
     ("mtp-glm", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers"),
     ("mtp-qwen", {"mtp_num_hidden_layers": 3}, "mtp_num_hidden_layers"),
-    ("mtp-glm", {"kv_lora_rank": 512}, "kv_lora_rank"),
     ("mtp-glm", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ("mtp-speculators", {"model_type": "of tomorrow"}, "model_type"),
     ("mtp-speculators", {"layer_types": ["sliding_attention", "sliding_attention"]}, "layer_types"),

@@ -278,11 +278,11 @@ def test_a_window_that_is_not_the_models_is_seen_at_load(tmp_path, monkeypatch):
 def test_sinks_other_than_one_for_each_query_head_are_refused():
     heads = torch.zeros(2, 4, 16)
     with pytest.raises(ModelError, match=r"Model has attention sinks \[2\] for 4 query heads"):
-        _recorder("Model", {})(0, heads, heads, heads, AttentionOptions(1.0, sinks=torch.zeros(2)), {})
+        _recorder("Model", {}, {})(0, heads, heads, heads, AttentionOptions(1.0, sinks=torch.zeros(2)), {})
 
 
 @pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
-@pytest.mark.parametrize("architecture", ["llama", "glm4"])
+@pytest.mark.parametrize("architecture", ["llama", "glm4", "minicpm3"])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_rounded_weights_are_compared_with_rounded_ones(tmp_path, monkeypatch, architecture, weights):
     """The weights of this model are so random that rounding them to 4 bits changes a third of each logit."""

@@ -165,6 +165,8 @@ def test_settings_that_do_not_go_together_are_refused_before_anything_is_started
     assert "model.kernels portable" in refusal(kernels="portable")
     assert "model.weights int8" in refusal(weights="int8")
     assert "model.deterministic" in refusal(deterministic=True)
+    latent = make_tiny_model(tmp_path / "latent", architecture="deepseek_v3")
+    assert "all heads of latent attention (deepseek_v3) share" in refusal(id=str(latent))
     assert "no tensor-parallel plan for gpt2" in refusal(id=str(make_gpt2(tmp_path / "gpt2")))
 
 

@@ -21,6 +21,24 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+LATENT_ATTENTION = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+DEEPSEEK = {
+    **LATENT_ATTENTION,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 20},
@@ -29,6 +47,9 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "gemma": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0},
     "gemma3_text": {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 32},
+    "minicpm3": LATENT_ATTENTION,
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
 }
 """Differences from the common shape, by transformers' model_type."""
 

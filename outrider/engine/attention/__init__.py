@@ -12,10 +12,17 @@ __all__ = ["AttentionBackend", "AttentionOptions", "make_attention_backend"]
 
 
 FLASH_ATTN_DTYPES = ("float16", "bfloat16")
+NO_LATENTS = "does not compute latent attention"
 
 
 def make_attention_backend(
-    name: str = "auto", device: str = "cpu", dtype: str = "float32", *, num_heads: int = 1, num_kv_heads: int = 1
+    name: str = "auto",
+    device: str = "cpu",
+    dtype: str = "float32",
+    *,
+    num_heads: int = 1,
+    num_kv_heads: int = 1,
+    latent_dim: int = 0,
 ) -> AttentionBackend:
     """Makes a backend. Raises: ConfigError if there is none of this name, or if it cannot run here.
 
@@ -27,6 +34,7 @@ def make_attention_backend(
         dtype: dtype of queries, keys and values.
         num_heads: number of query heads. Only triton needs it.
         num_kv_heads: number of key and value heads. Only triton needs it.
+        latent_dim: as in ModelSpec. Only torch_sdpa computes latent attention.
     """
     reasons = {
         "varlen_attn": _why_no_flash_attention(device, dtype),
@@ -34,6 +42,8 @@ def make_attention_backend(
         "torch_sdpa": "",
         "flash_attn": _why_no_flash_attention(device, dtype, package="flash_attn"),
     }
+    if latent_dim:
+        reasons = {each: reason or NO_LATENTS * (each != "torch_sdpa") for each, reason in reasons.items()}
     if name == "auto":
         name = next(each for each, reason in reasons.items() if not reason)
     if name not in reasons:

@@ -19,6 +19,7 @@ class AttentionOptions:
     sliding_window: int | None = None  # a row at position p sees keys at (p - sliding_window, p]; None: all up to p
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     sinks: Tensor | None = None  # [num_heads] float32: the score of one more key of each head, which has no value
+    latent_dim: int = 0  # above 0: latent attention. Keys and values are stored as `stored_vectors` says
 
 
 class AttentionBackend(Protocol):
@@ -49,7 +50,7 @@ class AttentionBackend(Protocol):
         """
 
     def store(self, keys: Tensor, values: Tensor, key_cache: Any, value_cache: Any, slots: Tensor) -> None:
-        """Writes rows [num_rows, num_kv_heads, head_dim] to slots [num_rows] int64 of a layer's caches."""
+        """Writes rows [num_rows, num_kv_heads, width of the cache] to slots [num_rows] int64 of a layer's caches."""
         key_cache.flatten(0, 1).index_copy_(0, slots, keys)
         value_cache.flatten(0, 1).index_copy_(0, slots, values)
 
@@ -61,4 +62,6 @@ class AttentionBackend(Protocol):
         value_cache: Any,  # same, in PagedKVCache.values
         options: AttentionOptions,
     ) -> Tensor:
-        """Returns [num_rows, num_heads, head_dim] in the query's dtype."""
+        """Returns [num_rows, num_heads, head_dim] in the query's dtype; with latent attention, weighted latent vectors
+        [num_rows, num_heads, latent_dim].
+        """

@@ -26,7 +26,14 @@ def attention_struct(query: Tensor, key_cache: Panels, options: AttentionOptions
     window, softcap = options.sliding_window or 0, options.softcap or 0.0
     sinks = None if options.sinks is None else options.sinks.data_ptr()
     return structures.OutriderAttention(
-        query.shape[1], key_cache.shape[1], query.shape[2], window, options.scaling, softcap, sinks
+        query.shape[1],
+        key_cache.shape[1],
+        query.shape[2],
+        options.latent_dim,
+        window,
+        options.scaling,
+        softcap,
+        sinks,
     )
 
 
@@ -61,9 +68,10 @@ class NativeAttention(AttentionBackend):
         value_cache: Panels,
         options: AttentionOptions,
     ) -> Tensor:
-        """Returns [num_rows, num_heads, head_dim]."""
+        """Returns [num_rows, num_heads, head_dim], or latent_dim instead of head_dim."""
         query = query.contiguous()
-        output = torch.empty_like(query)
+        width = options.latent_dim
+        output = query.new_empty((*query.shape[:2], width)) if width else torch.empty_like(query)
         struct = attention_struct(query, key_cache, options)
         paged_attention(self.kernels, self._workspace, plan[0], struct, query, key_cache, value_cache, output)
         return output

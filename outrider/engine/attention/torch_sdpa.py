@@ -110,9 +110,11 @@ def _attend(
     rows = query.unflatten(1, (num_kv_heads, -1)).permute(
         1, 2, 0, 3
     )  # [num_kv_heads, heads_per_kv, num_rows, head_dim]
+    keys, values = (cache.flatten(0, 1).index_select(0, plan.slots) for cache in (key_cache, value_cache))
+    if options.latent_dim:
+        keys = torch.cat([values, keys], -1)
     keys, values = (
-        cache.flatten(0, 1).index_select(0, plan.slots).transpose(0, 1).unsqueeze(1).expand(-1, rows.shape[1], -1, -1)
-        for cache in (key_cache, value_cache)
+        each.transpose(0, 1).unsqueeze(1).expand(-1, rows.shape[1], -1, -1) for each in (keys, values)
     )  # [num_kv_heads, heads_per_kv, num_keys, head_dim]
     if options.softcap is None and options.sinks is None and not query.is_cuda:
         output = scaled_dot_product_attention(rows, keys, values, attn_mask=plan.seen, scale=options.scaling)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.latent_attention import AbsorbedProjection
 
 ATTENTION_NAME = "outrider"
 STEP_ARGUMENT = "outrider_step"
@@ -22,7 +23,8 @@ LayerAttention = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions, Mappin
 """Computes every attention call of one forward; passed to the model as STEP_ARGUMENT.
 
 Takes the layer, its query [num_rows, num_heads, head_dim] and key [num_rows, num_kv_heads, head_dim], both rotated, its
-value in the key's shape, the options, and the layer's other arguments. Returns [num_rows, num_heads, head_dim].
+value in the key's shape, the options, and the layer's other arguments. Returns [num_rows, num_heads, head_dim]. With
+latent attention, key and value are what is stored, and the result has `latent_dim` instead of `head_dim`.
 """
 
 
@@ -48,14 +50,21 @@ def _attention(  # noqa: PLR0917 the signature is transformers'
 ) -> tuple[Tensor, None]:
     """Computes one layer's attention, with the signature of transformers' attention functions."""
     attend: LayerAttention = kwargs.pop(STEP_ARGUMENT)
+    rows = query[0].transpose(0, 1)
+    absorbed, latent_dim = getattr(module, "kv_b_proj", None), 0
+    if isinstance(absorbed, AbsorbedProjection):
+        rows, latent_dim = absorbed.absorb(rows), absorbed.latent_dim
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = AttentionOptions(scaling, sliding_window, softcap, None if s_aux is None else s_aux.float())
+    sinks = None if s_aux is None else s_aux.float()
+    options = AttentionOptions(scaling, sliding_window, softcap, sinks, latent_dim)
     output = attend(
         module.layer_idx,  # type: ignore[arg-type]
-        query[0].transpose(0, 1),
+        rows,
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         options,
         kwargs,
     )
+    if isinstance(absorbed, AbsorbedProjection):
+        output = absorbed.expand(output)
     return output.unsqueeze(0), None  # [1, num_rows, num_heads, head_dim]

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from outrider.engine.cpu_kernels.interface import structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import Workspace
-from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena
+from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena, rounded_weight
 from outrider.engine.cpu_kernels.operators import experts, linear, plain_linear, rms_norm
 from outrider.engine.experts import Gate, GateLogits, gate_of, in_whole_vectors, linears_of, replace_experts
+from outrider.engine.kv_cache.tensor_planes import words_of
+from outrider.engine.latent_attention import absorb_projections, latent_layers
 from outrider.engine.linear import replace_linear_layers, replace_norms
 
 
@@ -47,6 +49,23 @@ class NativeLinear(nn.Module):
     def weight(self) -> Tensor:
         """A plain copy [out_features, in_features] float32, for the rare code that reads a layer's weight."""
         return torch.stack([torch.from_numpy(self._matrix.row(index)) for index in range(self.out_features)])
+
+
+class NativeProjections(nn.Module):
+    """One linear layer for each head, see MakeProjections. Rounded weights are stored unquantised."""
+
+    def __init__(self, owner: NativeLayers, weights: Tensor) -> None:
+        super().__init__()
+        self._owner = owner
+        self._matrices = [PackedMatrix(owner.kernels, owner.arena, [plain_linear(each, None)]) for each in weights]
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """See MakeProjections."""
+        rows = rows.contiguous()
+        output = rows.new_empty((*rows.shape[:-1], self._matrices[0].out_features))
+        for matrix, x, y in zip(self._matrices, rows, output, strict=True):
+            linear(self._owner.kernels, self._owner.workspace, matrix.struct, x, y)
+        return output
 
 
 class NativeRMSNorm(nn.Module):
@@ -121,10 +140,17 @@ class NativeLayers:
         self.arena = WeightArena()
 
     def replace_in(self, model: nn.Module) -> None:
-        """Replaces linear layers, experts and plain norms, and makes torch's activations independent of the batch."""
+        """Replaces linear layers, experts, latent projections and plain norms, and makes torch's activations
+        independent of the batch.
+        """
         from transformers.activations import ACT2CLS  # takes seconds; a node with packed weights avoids it
 
         replace_experts(model, self._make_experts, partial(NativeLinear, self, quantise=""))
+        for attention in latent_layers(model) if self.quantise else ():
+            weight = attention.kv_b_proj.weight
+            rounded = rounded_weight(words_of(weight.detach()), self.quantise)
+            weight.data = torch.from_numpy(rounded).to(weight.dtype)
+        absorb_projections(model, partial(NativeProjections, self))
         replace_linear_layers(model, partial(NativeLinear, self))
         replace_norms(model, partial(NativeRMSNorm, self))
         kinds: tuple[Any, ...] = tuple(ACT2CLS.values())

@@ -84,11 +84,12 @@ def paged_attention(
     query: Tensor,  # [num_rows, num_heads, head_dim], float32 or bfloat16, head_dim a multiple of HEAD_DIM_STEP
     key_cache: npt.NDArray[np.uint8],  # the cache of one layer, laid out in panels (see PanelPlane)
     value_cache: npt.NDArray[np.uint8],  # same
-    output: Tensor,  # like query
+    output: Tensor,  # like query, but with latent_dim instead of head_dim in latent attention
 ) -> None:
     """Computes attention of queries over the keys and values of their sequences, and writes the result to `output`."""
-    for cache in (key_cache, value_cache):
-        _check_panels(cache, options.num_kv_heads, options.head_dim, query.dtype)
+    num_kv_heads, head_dim, latent_dim = options.num_kv_heads, options.head_dim, options.latent_dim
+    _check_panels(key_cache, num_kv_heads, head_dim - latent_dim, query.dtype)
+    _check_panels(value_cache, num_kv_heads, latent_dim or head_dim, query.dtype)
     _call(
         kernels.library.functions.outrider_paged_attention, kernels.team, workspace.handle,
         ELEMENT_TYPES[query.dtype], options, batch, query.data_ptr(), query.shape[1] * query.shape[2],

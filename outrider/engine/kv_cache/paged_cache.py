@@ -53,7 +53,8 @@ class PagedKVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self.layer_groups = tuple(layer_groups) or (LayerGroup(tuple(range(find_plane(planes, "k").num_layers))),)
+        own = LayerGroup(tuple(range(planes[0].num_layers)), stored=(planes[0].name, planes[1].name))
+        self.layer_groups = tuple(layer_groups) or (own,)
         for group in self.layer_groups:
             sizes = {plane.num_layers for plane in planes if plane.name in group.plane_names}
             assert sizes == ({len(group.layers)} if group.layers else set()), "the groups are those of the planes"

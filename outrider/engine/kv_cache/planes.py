@@ -35,8 +35,8 @@ class PlaneSpec:
 
     @property
     def is_values(self) -> bool:
-        """Whether it stores values, not keys or features."""
-        return self.name.startswith("v")
+        """Whether it stores values, or the latent vectors that are values, and not keys or features."""
+        return self.name.startswith(("v", "latent"))
 
     @property
     def bytes_per_head(self) -> int:
@@ -70,16 +70,29 @@ class LayerGroup:
 
     layers: tuple[int, ...]  # of the model, ascending; layer i of the group's planes is layers[i]
     window: int = 0  # as in PlaneSpec
+    stored: tuple[str, str] = ("k", "v")  # what attention reads as keys and as values, see `stored_vectors`
 
     @property
     def plane_names(self) -> tuple[str, str]:
         """The names of the planes of keys and of values."""
+        keys, values = self.stored
         suffix = f"-{self.window}" if self.window else ""
-        return f"k{suffix}", f"v{suffix}"
+        return f"{keys}{suffix}", f"{values}{suffix}"
 
     def places(self, layers: range) -> range:
         """Returns which layers of the group's planes are the given layers of the model."""
         return range(bisect_left(self.layers, layers.start), bisect_left(self.layers, layers.stop))
+
+
+def stored_vectors(head_dim: int, latent_dim: int) -> tuple[tuple[str, int], tuple[str, int]]:
+    """Returns the names and widths of what a layer stores of a token: what attention reads as keys and as values.
+
+    Latent attention (`latent_dim` > 0) has keys of `head_dim` numbers, of which the first `latent_dim` are the value as
+    well. This latent vector is stored once, and the key's other numbers, which are rotated, beside it.
+    """
+    if latent_dim:
+        return ("rope", head_dim - latent_dim), ("latent", latent_dim)
+    return ("k", head_dim), ("v", head_dim)
 
 
 def first_kept_token(num_tokens: int, window: int) -> int:

@@ -4,8 +4,8 @@
 
 For the first drafted token, the hidden state is the target's after the target's final norm; for later ones, the head's
 own after the head's final norm. The layer is that of transformers for the target's model_type, so it may have experts.
-Layers with compressed keys and values (MLA) are refused, and so are several MTP layers, because each would need its own
-keys and values.
+A layer of latent attention (MLA) keeps latent vectors, like the target's. Several MTP layers are refused, because each
+would need its own keys and values.
 
 Source: DeepSeek-V3 (arXiv 2412.19437), as computed by transformers (MtpLayer) and SGLang. Layouts: DeepSeek and GLM
 (`model.layers.L.*`) and Qwen (`mtp.*`), in the target's own checkpoint; speculators (`mtp_layers.0.*`).
@@ -29,6 +29,7 @@ from outrider.engine.attention.transformers_hook import (
     LayerAttention,
     register_attention,
 )
+from outrider.engine.latent_attention import TorchProjections, absorb_projections, latent_layers, latent_shape
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.head_files import HeadFiles
@@ -57,7 +58,8 @@ def _attention_by(attend: Attend) -> LayerAttention:
     def layer_attention(
         _layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, _extras: object
     ) -> Tensor:
-        if key.shape != value.shape or options.sliding_window or options.softcap or options.sinks is not None:
+        is_odd = key.shape != value.shape and not options.latent_dim
+        if is_odd or options.sliding_window or options.softcap or options.sinks is not None:
             raise ConfigError(
                 f"an MTP layer has keys {tuple(key.shape[1:])}, values {tuple(value.shape[1:])}, window "
                 f"{options.sliding_window}, soft cap {options.softcap}, {'no ' * (options.sinks is None)}sinks, "
@@ -88,6 +90,7 @@ class _Network(nn.Module):
             raise ModelError(f"the MTP layer of {files.folder} cannot be loaded: {error}") from error
         with torch.device(files.device):
             self.rotation = type(model.rotary_emb)(config=config)
+        absorb_projections(self.layer, TorchProjections)
         self.requires_grad_(requires_grad=False).eval()
 
     def angles(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,12 +123,18 @@ class MTP(HeadModel):
         self._network = _Network(config, files)
         self._embedding = files.target_embedding(width)
         self._output = files.target_output(width)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = config.num_key_value_heads, head_dim, 0
+        for attention in latent_layers(self._network):
+            shape = latent_shape(attention)
+        num_kv_heads, head_dim, latent_dim = shape
         self.spec = files.spec(
             self.form,
             num_layers=1,
             num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            latent_dim=latent_dim,
             width=width,
         )
 
@@ -161,9 +170,8 @@ def _layer_config(files: HeadFiles) -> PretrainedConfig:
     for name in _COUNTS:
         if (files.config.get(name) or fields.get(name) or 1) != 1:
             raise files.refusal(name, files.config.get(name) or fields[name], "1")
-    for name in ("quantization_config", "kv_lora_rank"):
-        if fields.get(name):
-            raise files.refusal(name, fields[name], "none (unquantised weights, uncompressed keys and values)")
+    if fields.get("quantization_config"):
+        raise files.refusal("quantization_config", fields["quantization_config"], "none (unquantised weights)")
     try:
         config = copy.deepcopy(AutoConfig.for_model(**fields))
     except (KeyError, ValueError) as error:

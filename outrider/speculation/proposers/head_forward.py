@@ -82,7 +82,8 @@ class HeadForward(DraftForward):
         """
         spec = model.spec
         of_cache = None
-        if kernels is not None and spec.dtype in ("float32", "bfloat16") and spec.head_dim % 16 == 0:
+        is_in_panels = all(plane.head_dim % 16 == 0 for plane in spec.planes)
+        if kernels is not None and spec.dtype in ("float32", "bfloat16") and is_in_panels:
             of_cache = kernels
         cache, num_blocks, block_size = None, MAX_PATHS, spec.max_model_len
         if spec.planes:

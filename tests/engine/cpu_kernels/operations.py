@@ -52,7 +52,7 @@ def paged_attention(
     workspace: Workspace | None = None,
 ) -> Tensor:
     """Copies the caches into panels, and returns the kernel's output: [num_rows, num_heads, head_dim]."""
-    y = guarded(query.shape, query.dtype)
+    y = guarded((*query.shape[:2], options.latent_dim or query.shape[2]), query.dtype)
     keys, values = in_panels(kernels, key_cache), in_panels(kernels, value_cache, are_values=True)
     workspace, struct = workspace or Workspace(kernels.library), attention_struct(query, keys, options)
     query = guarded_copy(query)

@@ -18,6 +18,7 @@ from torch import Tensor
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.planes import stored_vectors
 from tests.engine.cpu_kernels.libraries import BUILD_SECONDS, REAL_PATHS, with_few_for_tests
 from tests.engine.cpu_kernels.operations import assert_within, differing_rows, paged_attention, rounding_of
 
@@ -32,6 +33,7 @@ class Heads:
     head_dim: int = 32
     num_kv_heads: int = 2
     group: int = 2
+    latent_dim: int = 0
 
     @property
     def num_heads(self) -> int:
@@ -50,17 +52,22 @@ class Cache:
         tables = [-(-length // block_size) for length in lengths]
         shuffled = torch.randperm(sum(tables) + 3, generator=torch.Generator().manual_seed(block_size + seed)).tolist()
         self.tables = [[shuffled.pop() for _ in range(count)] for count in tables]
-        shape = (sum(tables) + 3, block_size, heads.num_kv_heads, heads.head_dim)
-        self.key_cache, self.value_cache = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
+        shape = (sum(tables) + 3, block_size, heads.num_kv_heads)
+        self.key_cache, self.value_cache = (
+            torch.full((*shape, width), float("nan"), dtype=dtype)
+            for _, width in stored_vectors(heads.head_dim, heads.latent_dim)
+        )
         self.queries = []
         for length, table in zip(lengths, self.tables, strict=True):
             for tokens, cache in ((self.keys, self.key_cache), (self.values, self.value_cache)):
-                own = torch.randn((length, *shape[2:]), generator=generator).to(dtype)
+                own = torch.randn((length, *cache.shape[2:]), generator=generator).to(dtype)
                 tokens.append(own)
                 for index, block in enumerate(table):
                     part = own[index * block_size : (index + 1) * block_size]
                     cache[block, : len(part)] = part
             self.queries.append(torch.randn((length, heads.num_heads, heads.head_dim), generator=generator).to(dtype))
+        if heads.latent_dim:
+            self.keys = [torch.cat(each, -1) for each in zip(self.values, self.keys, strict=True)]
 
     def attend(self, kernels, parts, options, *, workspace=None) -> Tensor:
         """Returns a batch's output: [num_rows, num_heads, head_dim]. `parts`: (sequence, rows, tokens before them)."""
@@ -114,7 +121,7 @@ def assert_is_attention(cache: Cache, actual: Tensor, parts, options) -> None:
 
 def check(kernels, sequences, *, dtype=torch.float32, heads=None, options=None, block_size=16):
     heads = heads or Heads()
-    options = options or AttentionOptions(heads.head_dim**-0.5)
+    options = options or AttentionOptions(heads.head_dim**-0.5, latent_dim=heads.latent_dim)
     cache = Cache([rows + before for rows, before in sequences], heads, dtype, block_size=block_size)
     parts = [(seq, rows, before) for seq, (rows, before) in enumerate(sequences)]
     assert_is_attention(cache, cache.attend(kernels, parts, options), parts, options)
@@ -134,6 +141,34 @@ def test_heads_of_any_multiple_of_16(kernels, dtype, head_dim):
 def test_single_rows_of_few_query_heads(kernels, dtype, group, head_dim):
     """The kernel multiplies a few query rows with several panels of keys or columns at once: with four, two or one."""
     check(kernels, [(1, 300), (1, 16), (1, 0)], dtype=dtype, heads=Heads(head_dim, 2, group))
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("block_size", [5, 16, 32])
+@pytest.mark.parametrize("widths", [(32, 16), (48, 16), (64, 48), (144, 128)], ids=str)
+@pytest.mark.parametrize("group", [1, 4, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_latent_attention(kernels, dtype, group, widths, block_size):
+    """Keys are the latents, which are the values as well, and the rotated dimensions."""
+    head_dim, latent_dim = widths
+    check(
+        kernels,
+        [(5, 260), (20, 3), (1, 300), (1, 0)],
+        dtype=dtype,
+        heads=Heads(head_dim, 1, group, latent_dim),
+        block_size=block_size,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_rows_latents_have_equal_bits_in_any_batch(library, teams, dtype):
+    heads = Heads(48, 1, 8, 32)
+    options = AttentionOptions(0.25, latent_dim=32)
+    cache = Cache([700, 40], heads, dtype, block_size=8)
+    alone = cache.attend(teams(library, 1), [(0, 1, 690)], options)
+    for threads in (1, 3):
+        together = cache.attend(teams(library, threads), [(0, 10, 685), (1, 30, 10)], options)
+        assert torch.equal(together[5:6], alone)
 
 
 def test_more_query_heads_to_a_key_value_head_than_rows_are_taken_together(kernels):
@@ -163,10 +198,12 @@ def _case(*values):
 @_case(torch.bfloat16, Heads(16, 3, 8), [(33, 270), (5, 254), (1, 511)], 256, None, 0.5, 3.0, 3)
 @_case(torch.float32, Heads(16, 1, 7), [(5, 300), (1, 511), (33, 0)], 5, 30, 50.0, -2.0, 1)
 @_case(torch.bfloat16, Heads(48, 2, 3), [(5, 300), (33, 7), (1, 260)], 24, None, None, None, 2)
+@_case(torch.bfloat16, Heads(48, 1, 12, 32), [(5, 300), (33, 7), (1, 511)], 16, 255, None, 0.5, 2)
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     dtype=st.sampled_from(DTYPES),
-    heads=st.builds(Heads, st.sampled_from([16, 48, 80]), st.integers(1, 3), st.integers(1, 9)),
+    heads=st.builds(Heads, st.sampled_from([16, 48, 80]), st.integers(1, 3), st.integers(1, 9))
+    | st.builds(Heads, st.sampled_from([48, 80]), st.just(1), st.integers(1, 40), st.sampled_from([16, 32])),
     sequences=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 600)), min_size=1, max_size=4),
     block_size=st.sampled_from([16, 32, 64]),
     window=st.none() | st.integers(1, 700),
@@ -176,7 +213,7 @@ def _case(*values):
 )
 def test_any_batch(library, teams, dtype, heads, sequences, block_size, window, softcap, sink, num_threads):
     sinks = None if sink is None else torch.linspace(sink, -1.0, heads.num_heads)
-    options = AttentionOptions(0.3, sliding_window=window, softcap=softcap, sinks=sinks)
+    options = AttentionOptions(0.3, sliding_window=window, softcap=softcap, sinks=sinks, latent_dim=heads.latent_dim)
     check(teams(library, num_threads), sequences, dtype=dtype, heads=heads, options=options, block_size=block_size)
 
 

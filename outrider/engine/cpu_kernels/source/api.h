@@ -174,6 +174,7 @@ struct OutriderAttention {
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;        // a multiple of 16
+  int64_t latent_dim;      // a multiple of 16. Above 0: latent attention, whose keys begin with their values (latents)
   int64_t sliding_window;  // 0: none
   float scaling;
   float softcap;  // 0: none
@@ -181,7 +182,8 @@ struct OutriderAttention {
 };
 
 // Computes attention. query and output: [num_rows, num_heads, head_dim]; query_stride is the distance of two query rows
-// in elements. The caches are one layer's, in panels of 16 slots (kv_panels.h).
+// in elements. The caches are one layer's, in panels of 16 slots (kv_panels.h). With latent attention the output has
+// latent_dim instead of head_dim, as have the values, and key_cache has the other head_dim - latent_dim of each key.
 OUTRIDER_API OutriderStatus outrider_paged_attention(OutriderTeam* team, OutriderWorkspace* workspace, int32_t type,
                                                      const OutriderAttention* options, const OutriderBatch* batch,
                                                      const void* query, int64_t query_stride, const void* key_cache,

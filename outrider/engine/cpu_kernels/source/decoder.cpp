@@ -176,7 +176,7 @@ class DecoderStep final : public Job {
   }
 
   OutriderAttention attention_options(const OutriderLayer& layer) const {
-    return OutriderAttention{decoder_.num_heads, decoder_.num_kv_heads, decoder_.head_dim,
+    return OutriderAttention{decoder_.num_heads, decoder_.num_kv_heads, decoder_.head_dim, 0,
                              layer.sliding_window, decoder_.scaling, decoder_.attention_softcap, nullptr};
   }
 

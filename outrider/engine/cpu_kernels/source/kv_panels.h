@@ -54,6 +54,14 @@ static inline void copy_value(KV* panel, int64_t head_dim, int64_t slot, Row* ro
       copy_numbers(panel + column * kPanel + place_in_panel<KV>(slot % kPanel, n), row + (column + n) * sizeof(KV), 1);
 }
 
+// Copies the values of a panel [head_dim / 16 panels of 16 slots] to `to`, as keys [head_dim inputs, 16 slots].
+template <class KV>
+static inline void transpose_values(const KV* panel, int64_t head_dim, KV* to) {
+  for (int64_t column = 0; column < head_dim; column += kPanel, panel += kPanel * kPanel, to += kPanel * kPanel)
+    for (int64_t slot = 0; slot < kPanel; slot++)
+      for (int64_t n = 0; n < kPanel; n++) to[place_in_panel<KV>(n, slot)] = panel[place_in_panel<KV>(slot, n)];
+}
+
 // Copies the first `num` values of a panel to `to` [16 * head_dim], and zeros for the others: their weights are 0, but
 // undefined content may be infinite or NaN.
 template <class KV>

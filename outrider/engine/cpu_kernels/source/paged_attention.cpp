@@ -6,7 +6,7 @@ using namespace outrider;
 
 namespace {
 
-template <class KV>
+template <class KV, bool Latent>
 void attend(Team& team, OutriderWorkspace& workspace, const OutriderAttention& options, const OutriderBatch& batch,
             const KV* query, int64_t query_stride, const KV* keys, const KV* values, KV* output) {
   AttentionPlan plan;
@@ -15,11 +15,12 @@ void attend(Team& team, OutriderWorkspace& workspace, const OutriderAttention& o
     workspace.partials.of<float>(plan.num_partials * options.num_kv_heads *
                                  PartialResult::size(plan.query_rows, options.head_dim));
   workspace.own.resize(std::max<size_t>(workspace.own.size(), team.size()));
-  const PagedAttention<KV> attention{options, batch, plan, query, query_stride, keys, values,
-                                     workspace.partials.get<float>()};
+  const PagedAttention<KV, Latent> attention{options, batch, plan, query, query_stride, keys, values,
+                                             workspace.partials.get<float>()};
   const auto store_row = [&](int64_t row, int64_t head, const float* from, float factor) {
-    KV* to = output + (row * options.num_heads + head) * options.head_dim;
-    for (int64_t d = 0; d < options.head_dim; d += kWidth) store_rounded(to + d, finished_values(from + d, factor));
+    const int64_t width = attention.value_width();
+    KV* to = output + (row * options.num_heads + head) * width;
+    for (int64_t d = 0; d < width; d += kWidth) store_rounded(to + d, finished_values(from + d, factor));
   };
   const int64_t scratch_bytes = AttentionScratch<KV>::bytes(plan.query_rows, options.head_dim);
   for (auto& own : workspace.own) own.attention.of<char>(scratch_bytes);
@@ -39,13 +40,12 @@ OutriderStatus outrider_paged_attention(OutriderTeam* team, OutriderWorkspace* w
                                         void* output) {
   return call([&] {
     Team& threads = *reinterpret_cast<Team*>(team);
-    if (type == OUTRIDER_BFLOAT16) {
-      attend(threads, *workspace, *options, *batch, static_cast<const BFloat16*>(query), query_stride,
-             static_cast<const BFloat16*>(key_cache), static_cast<const BFloat16*>(value_cache),
-             static_cast<BFloat16*>(output));
-    } else {
-      attend(threads, *workspace, *options, *batch, static_cast<const float*>(query), query_stride,
-             static_cast<const float*>(key_cache), static_cast<const float*>(value_cache), static_cast<float*>(output));
-    }
+    const auto attend_in = [&]<class KV>(const KV* rows) {
+      const auto compute = options->latent_dim > 0 ? attend<KV, true> : attend<KV, false>;
+      compute(threads, *workspace, *options, *batch, rows, query_stride, static_cast<const KV*>(key_cache),
+              static_cast<const KV*>(value_cache), static_cast<KV*>(output));
+    };
+    if (type == OUTRIDER_BFLOAT16) attend_in(static_cast<const BFloat16*>(query));
+    else attend_in(static_cast<const float*>(query));
   });
 }

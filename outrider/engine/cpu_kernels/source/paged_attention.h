@@ -12,7 +12,8 @@
 // cache (kv_panels.h) in that order. Otherwise they are gathered first: blocks may not consist
 // of whole panels, and the last keys of a row in a tree of drafts are not in the slots of their
 // positions. Rows that continue the path of the row before them share a read, too; other rows
-// of a tree read their keys separately, in the order of positions.
+// of a tree read their keys separately, in the order of positions. In latent attention the
+// keys' latents are always gathered, from the values: the two products need different layouts.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +38,7 @@ struct AttentionScratch {
   float* scores;            // [kRowsOfCall, kSpan]
   Activation<KV>* weights;  // [kRowsOfCall, kSpan]
   KV* keys;                 // [kPanelsOfSpan][depth * 16], gathered keys
-  KV* values;               // [kPanelsOfSpan][head_dim * 16]
+  KV* values;               // [kPanelsOfSpan][head_dim * 16], more than latent attention needs
   float* running;           // two partial results, see PartialResult
 
   static int64_t bytes(int64_t query_rows, int64_t head_dim) {
@@ -66,22 +67,22 @@ struct AttentionScratch {
 struct PartialResult {
   float* largest;   // [num]
   float* sums;      // [num]
-  float* values;    // [num, head_dim]
+  float* values;    // [num, value_dim]; room for head_dim
 
   static int64_t size(int64_t num, int64_t head_dim) { return num * (head_dim + 2); }
   PartialResult(float* at, int64_t num) : largest(at), sums(at + num), values(at + 2 * num) {}
 };
 
 // Adds the result of the next span, `later`, to `earlier`.
-static inline void merge(const PartialResult& earlier, const PartialResult& later, int64_t num, int64_t head_dim) {
+static inline void merge(const PartialResult& earlier, const PartialResult& later, int64_t num, int64_t width) {
   for (int64_t r = 0; r < num; r++) {
     const float largest = std::max(earlier.largest[r], later.largest[r]);
     const float keep = exponential(earlier.largest[r] - largest), add = exponential(later.largest[r] - largest);
     earlier.largest[r] = largest;
     earlier.sums[r] = earlier.sums[r] * keep + later.sums[r] * add;
-    float* to = earlier.values + r * head_dim;
-    const float* from = later.values + r * head_dim;
-    for (int64_t d = 0; d < head_dim; d += kWidth) store(to + d, load(to + d) * keep + load(from + d) * add);
+    float* to = earlier.values + r * width;
+    const float* from = later.values + r * width;
+    for (int64_t d = 0; d < width; d += kWidth) store(to + d, load(to + d) * keep + load(from + d) * add);
   }
 }
 
@@ -90,8 +91,8 @@ static inline void merge(const PartialResult& earlier, const PartialResult& late
 // turns -0 into +0. Adding 0 always gives +0.
 static inline Floats finished_values(const float* values, float factor) { return load(values) * factor + 0.0f; }
 
-// One layer's attention.
-template <class KV>
+// One layer's attention. `Latent`: whether it is latent attention (see api.h).
+template <class KV, bool Latent = false>
 struct PagedAttention {
   const OutriderAttention& options;
   const OutriderBatch& batch;
@@ -102,6 +103,9 @@ struct PagedAttention {
   const KV* value_cache;
   float* partials;  // [num_partials, num_kv_heads] results of query_rows rows, if the plan is split
 
+  // The widths of keys and values in the cache.
+  int64_t key_width() const { return Latent ? options.head_dim - options.latent_dim : options.head_dim; }
+  int64_t value_width() const { return Latent ? options.latent_dim : options.head_dim; }
   int64_t group() const { return options.num_heads / options.num_kv_heads; }
 
   PartialResult partial(int64_t index, int64_t head, int64_t num) const {
@@ -135,7 +139,7 @@ struct PagedAttention {
       const bool is_last = span + 1 == tile.last_span;
       compute_span(tile, head, span, scratch, span == tile.first_span ? running : next,
                    is_last ? tile.first_span : span + 1, is_last ? head_after(head) : head);
-      if (span > tile.first_span) merge(running, next, num, options.head_dim);
+      if (span > tile.first_span) merge(running, next, num, value_width());
     }
     store_tile(tile, head, running, store_row);
   }
@@ -149,7 +153,7 @@ struct PagedAttention {
     const int64_t head = task % options.num_kv_heads, num = tile.num_rows * group();
     const PartialResult running = partial(tile.partial, head, num);
     for (int64_t i = 1; i < tile.last_span - tile.first_span; i++)
-      merge(running, partial(tile.partial + i, head, num), num, options.head_dim);
+      merge(running, partial(tile.partial + i, head, num), num, value_width());
     store_tile(tile, head, running, store_row);
   }
 
@@ -158,7 +162,7 @@ struct PagedAttention {
   void store_tile(const AttentionTile& tile, int64_t head, const PartialResult& result, Store&& store_row) const {
     for (int64_t r = 0; r < tile.num_rows * group(); r++) {
       const int64_t query_head = head * group() + r % group();
-      store_row(tile.row + r / group(), query_head, result.values + r * options.head_dim,
+      store_row(tile.row + r / group(), query_head, result.values + r * value_width(),
                 factor(result.largest[r], result.sums[r], query_head));
     }
   }
@@ -188,7 +192,8 @@ struct PagedAttention {
   // Computes one span's result. The keys of `next_span` and `next_head` are prefetched, as they are probably next.
   void compute_span(const AttentionTile& tile, int64_t head, int64_t span, AttentionScratch<KV>& scratch,
                     const PartialResult& result, int64_t next_span, int64_t next_head) const {
-    const int64_t head_dim = options.head_dim, depth = padded_depth<KV>(head_dim), rows = tile.num_rows * group();
+    const int64_t depth = padded_depth<KV>(options.head_dim), width = value_width();
+    const int64_t rows = tile.num_rows * group();
     const int64_t begin = span * kSpan;
     const int num_keys = static_cast<int>(std::min<int64_t>(kSpan, tile.position + tile.num_rows - begin));
     const int first_panel = first_key(tile.position, begin) / kPanel;
@@ -202,7 +207,7 @@ struct PagedAttention {
     }
     for (int i = 0; i < kPanelsAhead; i++) {
       const int64_t position = std::min(next_span * kSpan + i * kPanel, tile.position);
-      values[num + i] = key_cache + panel_at(slot_of(tile, position), next_head, options.num_kv_heads, head_dim);
+      values[num + i] = key_cache + panel_at(slot_of(tile, position), next_head, options.num_kv_heads, key_width());
     }
 
     for (int64_t row = 0, count; row < rows; row += count) {
@@ -211,11 +216,11 @@ struct PagedAttention {
       const int64_t last_position = tile.position + (row + count - 1) / group();
       const int64_t panels_seen = last_position / kPanel + 1 - begin / kPanel - first_panel;
       const int seen = static_cast<int>(std::min<int64_t>(num, panels_seen));
-      float* to = result.values + row * head_dim;
+      float* to = result.values + row * width;
       if (seen <= 0) {
         std::fill_n(result.largest + row, count, kMaskedScore);
         std::fill_n(result.sums + row, count, 0.0f);
-        std::fill_n(to, count * head_dim, 0.0f);
+        std::fill_n(to, count * width, 0.0f);
         continue;
       }
       multiply_keys<KV>(static_cast<int>(count), scratch.query + row * depth, depth, panels, seen, scratch.scores);
@@ -226,7 +231,7 @@ struct PagedAttention {
               static_cast<int>(std::min<int64_t>(position + 1 - begin, num_keys)) - base, &result.largest[row + r],
               &result.sums[row + r]);
       }
-      multiply_values<KV>(static_cast<int>(count), scratch.weights, values, seen, head_dim, to);
+      multiply_values<KV>(static_cast<int>(count), scratch.weights, values, seen, width, to);
     }
   }
 
@@ -247,41 +252,47 @@ struct PagedAttention {
   // gathered in panel `index` of the scratch memory. Values after the last one are zeros.
   void find_panel(const AttentionTile& tile, int64_t head, int64_t position, int num, int index,
                   AttentionScratch<KV>& scratch, const KV*& keys, const KV*& values) const {
-    const int64_t head_dim = options.head_dim, depth = padded_depth<KV>(head_dim);
-    const auto at = [&](int64_t slot) { return panel_at(slot, head, options.num_kv_heads, head_dim); };
+    const int64_t depth = padded_depth<KV>(options.head_dim), latents = Latent ? options.latent_dim * kPanel : 0;
+    const int64_t keys_size = key_width(), values_size = value_width();
+    const auto keys_at = [&](int64_t at) { return key_cache + panel_at(at, head, options.num_kv_heads, keys_size); };
+    const auto values_at = [&](int64_t at) {
+      return value_cache + panel_at(at, head, options.num_kv_heads, values_size);
+    };
     // Usually all keys are in place, which the slot of the first one tells.
     const int64_t slot = slot_of(tile, position);
     int in_place = slot % kPanel == 0 ? 1 : 0;
     if (in_place != 0 && batch.block_size % kPanel == 0)
       in_place = static_cast<int>(std::clamp<int64_t>(tile.path_position - position, 1, num));
     while (in_place > 0 && in_place < num && slot_of(tile, position + in_place) == slot + in_place) in_place++;
-    keys = key_cache + at(slot);
-    values = value_cache + at(slot);
-    if (in_place == num && num == kPanel && depth == head_dim) return;
+    keys = keys_at(slot);
+    values = values_at(slot);
+    if (in_place == num && num == kPanel && depth == keys_size) return;
 
     KV* own_keys = scratch.keys + index * depth * kPanel;
-    KV* own_values = scratch.values + index * head_dim * kPanel;
-    if (in_place < num || depth != head_dim) {
-      std::memcpy(own_keys, keys, head_dim * kPanel * sizeof(KV));
-      std::memset(static_cast<void*>(own_keys + head_dim * kPanel), 0, (depth - head_dim) * kPanel * sizeof(KV));
+    KV* own_values = scratch.values + index * values_size * kPanel;
+    if (in_place < num || depth != keys_size) {
+      std::memcpy(own_keys + latents, keys, keys_size * kPanel * sizeof(KV));
+      KV* const end = own_keys + options.head_dim * kPanel;
+      std::memset(static_cast<void*>(end), 0, (depth - options.head_dim) * kPanel * sizeof(KV));
       keys = own_keys;
     }
     if (in_place < num || num < kPanel) {
-      copy_values(values, head_dim, in_place, own_values);
+      copy_values(values, values_size, in_place, own_values);
       values = own_values;
     }
     for (int i = in_place; i < num; i++) {
       const int64_t from = slot_of(tile, position + i);
-      copy_slot(key_cache + at(from), value_cache + at(from), from, own_keys, own_values, i);
+      copy_slot(keys_at(from), values_at(from), from, own_keys + latents, own_values, i);
     }
+    if constexpr (Latent) transpose_values(values, options.latent_dim, own_keys);
   }
 
   // Copies a key and its value from one slot of a panel to another.
   void copy_slot(const KV* keys, const KV* values, int64_t from, KV* to_keys, KV* to_values, int64_t to) const {
     constexpr int64_t word = kPerWord<KV>;
-    for (int64_t d = 0; d < options.head_dim * kPanel; d += kPanel * word)
+    for (int64_t d = 0; d < key_width() * kPanel; d += kPanel * word)
       std::memcpy(to_keys + d + to * word, keys + d + from % kPanel * word, 4);
-    for (int64_t column = 0; column < options.head_dim * kPanel; column += kPanel * kPanel)
+    for (int64_t column = 0; column < value_width() * kPanel; column += kPanel * kPanel)
       for (int64_t n = 0; n < kPanel; n++)
         to_values[column + place_in_panel<KV>(to, n)] = values[column + place_in_panel<KV>(from % kPanel, n)];
   }
