@@ -97,6 +97,7 @@ def test_stages_compute_and_hand_over_what_one_process_does_until_one_is_killed(
     [
         ("gemma3_text", {"kernels": "torch", "dtype": "float32"}),
         ("gpt2", {"dtype": "bfloat16"}),
+        pytest.param("deepseek_v3", {"dtype": "bfloat16"}, marks=pytest.mark.full),
         pytest.param("gemma2", {"dtype": "bfloat16"}, marks=pytest.mark.full),
         pytest.param("qwen3", {"weights": "int8"}, marks=pytest.mark.full),
         pytest.param("llama", {"kernels": "torch", "dtype": "bfloat16"}, marks=pytest.mark.full),
@@ -104,7 +105,7 @@ def test_stages_compute_and_hand_over_what_one_process_does_until_one_is_killed(
     ],
 )
 def test_modules_and_other_families_compute_the_same(tmp_path, architecture, settings, monkeypatch):
-    """They are computed by torch, by native layers, with norms of a layer's outputs, or with int8 weights."""
+    """They are computed by torch, by native layers, with latents, norms of a layer's outputs, or int8 weights."""
     if settings.get("kernels") == "torch":  # whose products depend on the other rows
         monkeypatch.setattr(ranks, "OVERHEAD_ROWS", {"cpu": 10_000})
     path = make_tiny_model(tmp_path / "model", seed=5, architecture=architecture)
