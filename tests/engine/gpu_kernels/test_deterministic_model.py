@@ -77,7 +77,9 @@ def runner(request, small_tiles):
     assert DeterministicLinear in kinds
     assert (DeterministicExperts in kinds) == (request.param == "mixtral")
     cache = PagedKVCache(spec.planes, layer_groups=spec.layer_groups, num_blocks=12, block_size=BLOCK_SIZE)
-    loaded = SimpleNamespace(model=model, device="cpu", spec=spec, native=None, fused=None, cpu_kernels=None)
+    loaded = SimpleNamespace(
+        model=model, device="cpu", spec=spec, native=None, fused=None, cpu_kernels=None, stage=None
+    )
     return make_runner(loaded, cache, interpreted_attention(num_heads=2, num_kv_heads=1)), plain
 
 

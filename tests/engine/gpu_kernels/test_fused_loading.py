@@ -108,7 +108,9 @@ def test_numerics_of_a_deterministic_node_name_what_rounds_otherwise(checkpoint,
     monkeypatch.setattr(load, "choose_attention", lambda *_arguments: "triton")
     monkeypatch.setattr(
         "outrider.model_hub.support.make_attention_backend",
-        lambda *names, **heads: interpreted_attention(**heads) if heads else make_attention_backend(*names),
+        lambda *names, latent_dim=0, **heads: (
+            interpreted_attention(**heads) if heads else make_attention_backend(*names, latent_dim=latent_dim)
+        ),
     )
     monkeypatch.setattr(load, "SPLIT_CONTEXT", 24)  # short, because the interpreter is slow
     torch.set_num_threads(1)
