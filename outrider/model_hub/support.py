@@ -124,7 +124,8 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
             raise ModelError(f"{name}: layer {layer} slides its window with its own mask, which is not supported")
     shapes = {shape for shape, _ in recorded.values()}
     if len(shapes) != 1:
-        raise ModelError(f"{name} has layers of different K and V shapes {sorted(shapes)}, which is not supported")
+        told = sorted(shape if shape[3] else shape[:3] for shape in shapes)
+        raise ModelError(f"{name} has layers of different K and V shapes {told}, which is not supported")
     num_heads, num_kv_heads, head_dim, latent_dim = shapes.pop()
     spec = ModelSpec(
         architecture=name,
