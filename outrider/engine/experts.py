@@ -55,7 +55,7 @@ def are_experts(module: Any) -> bool:
 
 
 def gate_of(experts: Any) -> Gate | None:
-    """Returns the function between the products of experts, or None if we do not know it."""
+    """Returns the function between the products of experts, or None if the kernels cannot compute it."""
     if not experts.has_gate:
         return None
     width = experts.down_proj.shape[1 if experts.is_transposed else 2]

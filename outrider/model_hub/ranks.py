@@ -46,7 +46,7 @@ STAGE_TIMEOUT_SECONDS = 600.0
 
 OVERHEAD_ROWS = {"cpu": 12, "amx": 80, "cuda": 256}
 """Number of rows whose products take about as long as reading the weights (see `num_micro_batches`), by kernels or
-device type. Measured with avx512_bf16 and amx; the number for GPUs is an estimate."""
+device type. Measured with avx512_bf16; the numbers for AMX and GPUs are estimates."""
 
 
 class LeadingRunner(ModelRunner):

@@ -31,7 +31,7 @@ class NativeLinear(nn.Module):
     def __init__(
         self, owner: NativeLayers, weight: Tensor, bias: Tensor | None, *, quantise: str | None = None
     ) -> None:
-        """`weight` [out_features, in_features]; `bias` [out_features]; `quantise`: None for the owner's."""
+        """`weight` [out_features, in_features]; `bias` [out_features]; `quantise`: by default that of the owner."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._owner = owner
