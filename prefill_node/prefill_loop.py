@@ -26,7 +26,6 @@ from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
 from outrider.errors import NO_ADAPTER, MismatchError, PeerLostError
 from outrider.faults import fault_point
-from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.connectors import Connector
 from outrider.prefill import TimedPart
 from outrider.profile import EndProfile, Part, StartProfile, StepKind
@@ -258,28 +257,13 @@ class PrefillLoop:
         self._time.mark(Part.HAND_OFF)
 
     def _start_push(self, task: PrefillTask) -> KvPush:
-        job_id, call, kv = task.job.job_id, task.job.call, task.sequence.kv
-        assert kv is not None
-        task.push = KvPush(
-            connector=self._connector,
-            kv_cache=self._engine.kv_cache,
-            address=call.kv_address,
-            spec=TransferSpec(
-                transfer_id=call.transfer_id,
-                incarnation=call.decode_incarnation,
-                start_token=call.held_prefix_length,
-                end_token=len(call.token_ids),
-                planes=self._engine.kv_cache.planes,
-            ),
-            # The ids do not change later: shared blocks come first, and blocks for the rest of the prompt are reserved.
-            block_ids=kv.block_ids,
-            windows=kv.windows,
+        job_id = task.job.job_id
+        return task.start_push(
+            self._connector,
+            self._engine.kv_cache,
             on_ended=lambda outcome: self._push_ended(job_id, outcome),
-            read_from=kv.num_tokens if task.is_reading else None,
             on_read=lambda has_read: self._inbox.put(HeldPrefixRead(job_id, has_read)),
         )
-        task.push.start()
-        return task.push
 
     def _push_ended(self, job_id: int, outcome: PushOutcome) -> None:
         """Queues the end of a push. Called from the push's thread."""

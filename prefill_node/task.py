@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,7 +11,10 @@ from outrider.engine.input_batch import SequenceRows
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.low_rank import PackedAdapter
+from outrider.engine.ranks.sharded_cache import KVCache
 from outrider.engine.scheduler import EngineSequence, PromptScoring, Scheduled, StepPlan
+from outrider.kv_transfer.base import TransferSpec
+from outrider.kv_transfer.connectors import Connector
 from outrider.prefill import PrefillFigures, TimedPart
 from prefill_node.jobs import PrefillJob, PushOutcome
 from prefill_node.push import KvPush
@@ -82,6 +85,38 @@ class PrefillTask:
         kv.reserve(len(tokens))
         self.sequence.kv, self.is_reading = kv, True
         return True
+
+    def start_push(
+        self,
+        connector: Connector,
+        kv_cache: KVCache,
+        *,
+        on_ended: Callable[[PushOutcome], None],
+        on_read: Callable[[bool], None],
+    ) -> KvPush:
+        """Starts the push of the prompt, for which all blocks are reserved. Its thread calls the callbacks."""
+        call, kv = self.job.call, self.sequence.kv
+        assert kv is not None
+        self.push = KvPush(
+            connector=connector,
+            kv_cache=kv_cache,
+            address=call.kv_address,
+            spec=TransferSpec(
+                transfer_id=call.transfer_id,
+                incarnation=call.decode_incarnation,
+                start_token=call.held_prefix_length,
+                end_token=len(call.token_ids),
+                planes=kv_cache.planes,
+            ),
+            # The ids do not change later: shared blocks come first, and blocks for the rest of the prompt are reserved.
+            block_ids=kv.block_ids,
+            windows=kv.windows,
+            on_ended=on_ended,
+            read_from=kv.num_tokens if self.is_reading else None,
+            on_read=on_read,
+        )
+        self.push.start()
+        return self.push
 
     def end_reading(self, *, has_read: bool) -> None:
         """Ends reading: the push writes no more blocks. The tokens read are valid only if all arrived (`has_read`)."""
