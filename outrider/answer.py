@@ -51,6 +51,8 @@ class Usage:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
+    num_blended_tokens: int = 0
+    num_recomputed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,6 +86,8 @@ class PrefillFigures:
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
     num_read_tokens: int = 0
+    num_blended_tokens: int = 0  # of a blended prompt: those whose KV is that of a piece
+    num_recomputed_tokens: int = 0  # and those of its pieces that were computed all the same
     compute_seconds: float = 0.0
     connector: str = ""
     kv_bytes: int = 0

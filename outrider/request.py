@@ -105,6 +105,9 @@ class SamplingParams:
 GREEDY_TEMPERATURE = 1e-5
 MAX_CACHE_SALT_BYTES = 64
 MAX_TOP_LOGPROBS = 20
+MAX_PIECES = 1024
+DEFAULT_RECOMPUTE_SHARE = 0.15
+"""The share with which CacheBlend's authors report nearly the quality of full computation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +148,14 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Blend:
+    """Allows the reuse of KV of the prompt's pieces, computed without what precedes them, which changes the answer."""
+
+    piece_lengths: tuple[int, ...]  # in tokens, of consecutive pieces from the prompt's start on
+    recompute_share: float = DEFAULT_RECOMPUTE_SHARE  # of the reused tokens, 0 to 1, those that are computed again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
     """How a request is computed; passed unchanged from node to node (RequestOptions in node.proto)."""
 
@@ -157,6 +168,7 @@ class RequestOptions:
     cache_salt: bytes = b""  # only requests with the same salt share cached KV; at most MAX_CACHE_SALT_BYTES
     prompt_logprobs: int | None = None  # 0 to 20 alternatives for each prompt token; None: no prompt logprobs
     adapter: Adapter | None = None  # None: the model itself
+    blend: Blend | None = None  # None: the prompt is computed exactly
 
     @property
     def kv_salt(self) -> bytes:

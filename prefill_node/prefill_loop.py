@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.engine import PromptEngine
+from outrider.engine.input_batch import SequenceRows
 from outrider.engine.pending import read
-from outrider.engine.sampler.logprobs import split_scored_rows
+from outrider.engine.sampler.logprobs import ScoredSequence, split_scored_rows
 from outrider.engine.scheduler import Scheduled, StepPlan
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
@@ -31,6 +32,7 @@ from outrider.prefill import TimedPart
 from outrider.profile import EndProfile, Part, StartProfile, StepKind
 from outrider.service.telemetry.logging import get_logger
 from outrider.wire.answer import pack_logprobs
+from prefill_node.blending import Blending
 from prefill_node.jobs import (
     CancelJob,
     Command,
@@ -88,6 +90,7 @@ class PrefillLoop:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._tasks: dict[int, PrefillTask] = {}
         self._slots = PushSlots(max_pushes)
+        self._blending = Blending(engine)
         self._chunks: deque[Chunk] = deque()  # launched chunks that are not yet known to be computed, in order
         self._last_end = 0.0  # end of the last chunk, monotonic seconds
         self._ended: list[JobEnded] = []
@@ -116,7 +119,7 @@ class PrefillLoop:
         self._take_commands()
         self._answer()  # answers jobs whose push has ended
         plan = self._plan()
-        self._begin(self._tasks[each.key] for each in plan.admitted)  # pushes start with the KV in the prefix cache
+        self._begin(self._tasks[each.key] for each in self._blending.take_admitted(plan.admitted))
         needs_logits = any(item.scored_token_ids for item in plan.scheduled)  # the host then waits for the logits
         runs_ahead = self._engine.runner.is_asynchronous and bool(plan.scheduled) and not needs_logits
         was_computing = self._finish_chunks(num_ahead=runs_ahead)
@@ -195,7 +198,7 @@ class PrefillLoop:
             self._ended.append(JobEnded(job.job_id, MismatchError(message, reason=NO_ADAPTER)))
             self.prompt_tokens.set_outstanding(job.job_id, 0)
             return
-        task = self._tasks[job.job_id] = PrefillTask.of(job, adapter)
+        task = self._tasks[job.job_id] = PrefillTask.of(job, adapter, self._engine.pool.block_size)
         self._slots.add(task)
         self._schedule()
 
@@ -204,6 +207,8 @@ class PrefillLoop:
         for task in self._slots.take():
             if task.reserve_to_read(self._engine.pool):
                 self._start_push(task)  # HeldPrefixRead follows
+            elif task.blend is not None:
+                self._blending.add(task)
             else:
                 self._scheduler.add(task.sequence)
 
@@ -244,7 +249,7 @@ class PrefillLoop:
 
     # ---- one step
 
-    def _begin(self, tasks: Iterable[PrefillTask]) -> None:
+    def _begin(self, tasks: Iterable[PrefillTask]) -> None:  # pushes start with the KV in the prefix cache
         for task in tasks:
             sequence = task.sequence
             task.num_cached_tokens = sequence.num_cached_tokens
@@ -279,14 +284,9 @@ class PrefillLoop:
         age_before = self.progress.age_seconds()
         fault_point("prefill.chunk")
         self._turn.keep()
-        rows, launched_at = [chunk_rows(item) for item in plan.scheduled], time.monotonic()
-        continues = False
+        launched_at, continues = time.monotonic(), False
         try:
-            logits = self._engine.forward(
-                plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer)
-            )
-            self._offer(plan.scheduled, None)
-            for sequence, logprobs in read(*split_scored_rows(plan, logits)[1]):
+            for sequence, logprobs in self._compute(plan):
                 self._tasks[sequence.key].prompt_logprobs.append(pack_logprobs(logprobs))
             self._time.mark(Part.SAMPLING)
             num_ended = sum(item.reaches_end for item in plan.scheduled)
@@ -296,11 +296,26 @@ class PrefillLoop:
         for sequence, num_rows, *_ in plan.scheduled:
             assert sequence.kv is not None
             sequence.kv.advance(sequence.num_computed + num_rows)
-            if not self._tasks[sequence.key].num_read_tokens:  # the prefix cache holds only KV that this node computed
-                sequence.kv.publish(sequence.token_ids)
+            task = self._tasks.get(sequence.key)
+            sequence.kv.publish(sequence.token_ids if task is None else task.publishable_token_ids)
         end = self._engine.kv_cache.fence() if runs_ahead else None
         self._chunks.append(Chunk(plan, launched_at, self.progress.age_seconds() - age_before, end))
         self._time.mark(Part.COMMIT)
+
+    def _compute(self, plan: StepPlan) -> Sequence[ScoredSequence]:
+        """Runs the forward pass, if there are rows. Returns the requested logprobs."""
+        rows: list[SequenceRows] = []
+        for item in plan.scheduled:
+            rows += chunk_rows(item, self._blending.fill(self._tasks.get(item.sequence.key)))
+        if rows:
+            logits = self._engine.forward(
+                plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer)
+            )
+        else:  # all of the chunk's KV is reused
+            logits = ()
+            self._offer(plan.scheduled, range(self._layers.num_layers))
+        self._offer(plan.scheduled, None)
+        return read(*split_scored_rows(plan, logits)[1])
 
     def _layer_done(self, plan: StepPlan, layer: int) -> None:
         """Offers the chunk's KV of a group of layers if `layer` is its last. Called during the forward pass."""
@@ -314,9 +329,10 @@ class PrefillLoop:
     def _offer(self, scheduled: Iterable[Scheduled], layers: range | None) -> None:
         """Offers the chunk's KV of these layers to the pushes; None stands for the features."""
         for item in scheduled:
-            push, start = self._tasks[item.sequence.key].push, item.sequence.num_computed
-            assert push is not None
-            push.offer(layers, start, start + item.num_rows)
+            task, start = self._tasks.get(item.sequence.key), item.sequence.num_computed
+            if task is not None:  # not a piece of a blended prompt
+                assert task.push is not None
+                task.push.offer(layers, start, start + item.num_rows)
         self._time.mark(Part.HAND_OFF)
 
     def _finish_chunks(self, *, num_ahead: int) -> bool:
@@ -341,6 +357,8 @@ class PrefillLoop:
         for item in plan.scheduled:
             task = self._tasks.get(item.sequence.key)
             if task is None or task.is_cancelled:
+                if item.reaches_end:
+                    self._blending.read(item.sequence)
                 continue
             add_part(task.chunks, TimedPart(started_at, self._last_end, item.num_rows))
             self.prompt_tokens.set_outstanding(item.sequence.key, task.num_outstanding_tokens)
@@ -357,6 +375,7 @@ class PrefillLoop:
 
     def _stop_computing(self, task: PrefillTask) -> None:
         """Removes a job from the batch. Blocks that its push may still use stay pinned. Idempotent."""
+        self._blending.remove(task)
         task.pin()
         self._scheduler.remove(task.sequence)
         self.prompt_tokens.set_outstanding(task.job.job_id, 0)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opentelemetry.trace import SpanKind
 
@@ -111,6 +111,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             fault_point("prefill.received")
             call = CALL.from_proto(request)
             check_call(call, self._served)
+            if self._served.info.no_blend:
+                call = replace(call, options=replace(call.options, blend=None))
             figures = await traced(self._tracer, call, context.invocation_metadata(), self._jobs.run(call))
             fault_point("prefill.answered")
             return figures_to_proto(figures)
@@ -127,6 +129,7 @@ def check_call(call: PrefillCall, served: ServedModel) -> None:
         )
     host, _, port = call.kv_address.rpartition(":")
     num_tokens, max_tokens, vocab_size = len(call.token_ids), served.max_tokens, served.info.vocab_size
+    blend = call.options.blend
     for is_valid, field, message in (
         (len(call.transfer_id) == ID_BYTES, "transfer_id", f"must have {ID_BYTES} bytes"),
         (len(call.decode_incarnation) == ID_BYTES, "decode_incarnation", f"must have {ID_BYTES} bytes"),
@@ -145,6 +148,12 @@ def check_call(call: PrefillCall, served: ServedModel) -> None:
             "prompt_logprobs",
             f"must be 0 to {MAX_TOP_LOGPROBS}",
         ),
+        (
+            blend is None or (min(blend.piece_lengths, default=1) > 0 and 0 <= blend.recompute_share <= 1),
+            "blend",
+            "must have pieces of at least one token, and a recompute_share of 0 to 1",
+        ),
+        (blend is None or not call.scored_token_ids, "blend", "must not be set with scored_token_ids"),
         (call.held_prefix_length <= num_tokens, "held_prefix_length", f"must be at most {num_tokens}"),
     ):
         if not is_valid:

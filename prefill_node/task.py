@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from outrider.engine.scheduler import EngineSequence, PromptScoring, Scheduled, 
 from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.connectors import Connector
 from outrider.prefill import PrefillFigures, TimedPart
+from prefill_node.blend_plan import BlendPlan
 from prefill_node.jobs import PrefillJob, PushOutcome
 from prefill_node.push import KvPush
 
@@ -30,6 +32,7 @@ class PrefillTask:
     job: PrefillJob
     sequence: EngineSequence
     push: KvPush | None = None  # None until the push starts
+    blend: BlendPlan | None = None  # None: no KV of pieces is reused
     pinned: SequenceKV | None = None  # blocks that the push may still use after the computation has ended
     has_slot: bool = False  # whether the job has a slot, i.e. may be computed and pushed
     is_reading: bool = False  # whether the push is writing the held prefix into the job's blocks
@@ -41,9 +44,10 @@ class PrefillTask:
     compute_ended_at: float | None = None
 
     @classmethod
-    def of(cls, job: PrefillJob, adapter: PackedAdapter | None = None) -> PrefillTask:
-        """`adapter`: that of the call's options."""
+    def of(cls, job: PrefillJob, adapter: PackedAdapter | None, block_size: int) -> PrefillTask:
+        """`adapter`: that of the call's options. `block_size`: of the prefix cache."""
         call = job.call
+        blend = BlendPlan.of(call.options.blend, len(call.token_ids), block_size)
         num_top = call.options.prompt_logprobs if call.scored_token_ids else None
         sequence = EngineSequence(
             key=job.job_id,
@@ -53,9 +57,10 @@ class PrefillTask:
             adapter=adapter,
             arrival=job.job_id,
             needs_logits=False,
+            num_cacheable=sys.maxsize if blend is None else blend.num_exact,
             scoring=PromptScoring(call.scored_token_ids, num_top=num_top) if num_top is not None else None,
         )
-        return cls(job=job, sequence=sequence)
+        return cls(job=job, sequence=sequence, blend=blend)
 
     @property
     def num_outstanding_tokens(self) -> int:
@@ -67,6 +72,14 @@ class PrefillTask:
     def _num_computed_tokens(self) -> int:
         return sum(chunk.amount for chunk in self.chunks)
 
+    @property
+    def publishable_token_ids(self) -> Sequence[int]:
+        """The tokens from the start whose KV may be published: the prefix cache holds only what this node computed."""
+        if self.num_read_tokens:
+            return ()
+        tokens = self.sequence.token_ids
+        return tokens if self.blend is None else tokens[: self.blend.num_exact]
+
     def reserve_to_read(self, pool: BlockPool) -> bool:
         """Reserves blocks for the whole prompt, into which the push can read the held prefix from the decode node.
 
@@ -74,7 +87,7 @@ class PrefillTask:
         model with sliding windows is not read, because the decode node has no more than the last window of it.
         """
         call, tokens = self.job.call, self.sequence.token_ids
-        if not call.may_read_held or self.sequence.scoring is not None or pool.windows:
+        if not call.may_read_held or self.sequence.scoring is not None or self.blend is not None or pool.windows:
             return False
         salt = call.options.kv_salt
         kv = SequenceKV.create(pool, tokens, max_cached_tokens=len(tokens), cache_salt=salt)
@@ -158,6 +171,8 @@ class PrefillTask:
             num_cached_tokens=self.num_cached_tokens,
             num_computed_tokens=self._num_computed_tokens,
             num_read_tokens=self.num_read_tokens,
+            num_blended_tokens=0 if self.blend is None else self.blend.num_reused - self.blend.num_recomputed,
+            num_recomputed_tokens=0 if self.blend is None else self.blend.num_recomputed,
             compute_seconds=self.compute_ended_at - started_at,
             connector=outcome.connector,
             kv_bytes=outcome.kv_bytes,
@@ -185,16 +200,20 @@ class Chunk(NamedTuple):
     end: Any  # the cache's fence after the chunk if a device computes asynchronously; None if already computed
 
 
-def chunk_rows(item: Scheduled) -> SequenceRows:
-    """Returns the chunk's rows, with logits if prompt logprobs are requested."""
+def chunk_rows(item: Scheduled, blend: BlendPlan | None = None) -> Iterator[SequenceRows]:
+    """Yields the chunk's rows, with logits if prompt logprobs are requested.
+
+    Of a blended prompt, each range of consecutive tokens to compute forms rows of its own.
+    """
     sequence = item.sequence
     assert sequence.kv is not None
-    start = sequence.num_computed
-    return SequenceRows(
-        token_ids=sequence.token_ids[start : start + item.num_rows],
-        start_position=start,
-        block_ids=sequence.kv.block_table(),
-        num_logits=len(item.scored_token_ids),
-        adapter=sequence.adapter,
-        window_tables=sequence.kv.window_tables(),
-    )
+    start, end = sequence.num_computed, sequence.num_computed + item.num_rows
+    for run in (range(start, end),) if blend is None else blend.runs(start, end):
+        yield SequenceRows(
+            token_ids=sequence.token_ids[run.start : run.stop],
+            start_position=run.start,
+            block_ids=sequence.kv.block_table(),
+            num_logits=len(item.scored_token_ids),
+            adapter=sequence.adapter,
+            window_tables=sequence.kv.window_tables(),
+        )

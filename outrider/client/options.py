@@ -71,6 +71,10 @@ class GenerateOptions(ChatOptions, total=False):
     speculation: bool
     num_speculative_tokens: int
     verification_method: str  # "coupled", "rejection", "typical"
+    # reuse of KV of text pieces, which changes the answer
+    blend_separator: str  # ends each piece of a text or chat
+    blend_piece_lengths: Sequence[int]  # of token ids, in tokens
+    blend_recompute_share: float  # 0 to 1
     # the request
     priority: int
     resume_window_seconds: float | None  # None: not resumable
@@ -96,6 +100,7 @@ _FIELDS = {
     **{name: f"output.{name}" for name in _OUTPUT},
     "speculation": "speculation.enabled",
     "num_speculative_tokens": "speculation.num_speculative_tokens",
+    **{f"blend_{name}": f"blend.{name}" for name in ("separator", "piece_lengths", "recompute_share")},
 }
 """Options that are copied unchanged, with the fields of GenerateRequest that they are copied to."""
 

@@ -11,11 +11,20 @@ the last place of float64, before the result is rounded to float32.
 from __future__ import annotations
 
 from decimal import Context, Decimal
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
+
+
+class Turn(NamedTuple):
+    """The rotation of a layer's keys by a number of positions. Halves of the rotated dimensions form pairs."""
+
+    cosines: Floats  # [rotated dimensions / 2]
+    sines: Floats
+
 
 MAX_ANGLE = float(1 << 20)
 """Largest angle in radians. Beyond it the reduction would lose bits: up to here, the number of quarter turns (20 bits)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.step_clock import ForwardPhases
+from outrider.errors import InternalError
 
 if TYPE_CHECKING:
     from outrider.engine.arrays import Array
+    from outrider.engine.rotation import Turn
     from outrider.engine.step_graphs import Capturable
 
 
@@ -44,6 +46,16 @@ class ModelRunner(Protocol):
         logits after those of the batch.
         """
         return batch
+
+    def compute_layers(self, batch: InputBatch, num_layers: int) -> None:
+        """Writes the rows' keys and values of the first layers only. Not every runner can; see `why_not_moved`."""
+        raise InternalError(f"{type(self).__name__} does not compute single layers")
+
+    def turns(self, num_positions: int) -> Sequence[Turn | None]:
+        """Returns by what each layer's keys are rotated at a position `num_positions` further; None if they are not
+        rotated. Not every runner can; see `why_not_moved`.
+        """
+        raise InternalError(f"{type(self).__name__} does not know its keys' rotations")
 
     @property
     def capturable(self) -> Capturable | None:

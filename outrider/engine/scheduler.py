@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class EngineSequence:
     needs_logits: bool = True  # whether the last known token is always fed, even if it is in the prefix cache
     cache_salt: bytes = b""  # only sequences with the same salt share cached KV; see RequestOptions.kv_salt
     adapter: PackedAdapter | None = None  # None: the model itself
+    num_cacheable: int = sys.maxsize  # maximum number of tokens that may come from the prefix cache
     num_preemptions: int = 0
     scoring: PromptScoring | None = None  # None: no scoring is requested, or it is complete
 
@@ -334,10 +336,8 @@ class Scheduler:
         return _num_prompt_rows(ahead) < self.max_rows_per_step
 
     def _cached_prefix(self, sequence: EngineSequence) -> SequenceKV:
-        num_tokens = len(sequence.token_ids)
-        max_cached_tokens = num_tokens - 1 if sequence.needs_logits else num_tokens
-        if sequence.scoring is not None:
-            max_cached_tokens = min(max_cached_tokens, sequence.scoring.num_done)
+        limit = sequence.num_cacheable if sequence.scoring is None else sequence.scoring.num_done
+        max_cached_tokens = min(len(sequence.token_ids) - sequence.needs_logits, limit)
         return SequenceKV.create(
             self._pool, sequence.token_ids, max_cached_tokens=max_cached_tokens, cache_salt=sequence.cache_salt
         )

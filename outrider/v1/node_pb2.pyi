@@ -32,7 +32,7 @@ class NodeInfo(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., role: _Optional[_Union[_router_pb2.NodeRole, str]] = ..., state: _Optional[_Union[_router_pb2.NodeState, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., version: _Optional[str] = ..., oldest_protocol_version: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "revision", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "fingerprint", "vocabulary_fingerprint", "proposer", "num_speculative_tokens", "numerics", "features", "weights")
+    __slots__ = ("name", "revision", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "fingerprint", "vocabulary_fingerprint", "proposer", "num_speculative_tokens", "numerics", "features", "weights", "no_blend")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class ModelInfo(_message.Message):
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    NO_BLEND_FIELD_NUMBER: _ClassVar[int]
     name: str
     revision: str
     vocab_size: int
@@ -59,7 +60,8 @@ class ModelInfo(_message.Message):
     numerics: str
     features: FeatureFormat
     weights: str
-    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., proposer: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., numerics: _Optional[str] = ..., features: _Optional[_Union[FeatureFormat, _Mapping]] = ..., weights: _Optional[str] = ...) -> None: ...
+    no_blend: str
+    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., proposer: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., numerics: _Optional[str] = ..., features: _Optional[_Union[FeatureFormat, _Mapping]] = ..., weights: _Optional[str] = ..., no_blend: _Optional[str] = ...) -> None: ...
 
 class FeatureFormat(_message.Message):
     __slots__ = ("fingerprint", "width", "dtype", "taps")
@@ -74,7 +76,7 @@ class FeatureFormat(_message.Message):
     def __init__(self, fingerprint: _Optional[str] = ..., width: _Optional[int] = ..., dtype: _Optional[str] = ..., taps: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RequestOptions(_message.Message):
-    __slots__ = ("sampling", "stop_token_ids", "top_logprobs", "logprobs_mode", "num_speculative_tokens", "verification_method", "priority", "cache_salt", "prompt_logprobs", "adapter")
+    __slots__ = ("sampling", "stop_token_ids", "top_logprobs", "logprobs_mode", "num_speculative_tokens", "verification_method", "priority", "cache_salt", "prompt_logprobs", "adapter", "blend")
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +87,7 @@ class RequestOptions(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    BLEND_FIELD_NUMBER: _ClassVar[int]
     sampling: _router_pb2.SamplingParams
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     top_logprobs: int
@@ -95,7 +98,8 @@ class RequestOptions(_message.Message):
     cache_salt: bytes
     prompt_logprobs: int
     adapter: _router_pb2.Adapter
-    def __init__(self, sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., logprobs_mode: _Optional[_Union[_router_pb2.LogprobsMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., verification_method: _Optional[_Union[_router_pb2.VerificationMethod, str]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., prompt_logprobs: _Optional[int] = ..., adapter: _Optional[_Union[_router_pb2.Adapter, _Mapping]] = ...) -> None: ...
+    blend: _router_pb2.Blend
+    def __init__(self, sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., logprobs_mode: _Optional[_Union[_router_pb2.LogprobsMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., verification_method: _Optional[_Union[_router_pb2.VerificationMethod, str]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., prompt_logprobs: _Optional[int] = ..., adapter: _Optional[_Union[_router_pb2.Adapter, _Mapping]] = ..., blend: _Optional[_Union[_router_pb2.Blend, _Mapping]] = ...) -> None: ...
 
 class GetTokenizerRequest(_message.Message):
     __slots__ = ()

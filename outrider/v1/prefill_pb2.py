@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import node_pb2 as outrider_dot_v1_dot_node__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19outrider/v1/prefill.proto\x12\x0boutrider.v1\x1a\x16outrider/v1/node.proto\"\xb3\x02\n\x0ePrefillRequest\x12\x19\n\x11sequence_group_id\x18\x01 \x01(\x0c\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x12\n\nkv_address\x18\x05 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x06 \x01(\x0c\x12\x1a\n\x12held_prefix_length\x18\x07 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\t \x01(\t\x12,\n\x07options\x18\x0b \x01(\x0b\x32\x1b.outrider.v1.RequestOptions\x12\x15\n\rmay_read_held\x18\x0c \x01(\x08\x12\x18\n\x10scored_token_ids\x18\r \x03(\rJ\x04\x08\x08\x10\tJ\x04\x08\n\x10\x0b\"\xe9\x02\n\x0fPrefillResponse\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\r\x12\x17\n\x0fnum_read_tokens\x18\x08 \x01(\r\x12\x1c\n\x14\x63ompute_microseconds\x18\x03 \x01(\x04\x12\x11\n\tconnector\x18\x04 \x01(\t\x12\x10\n\x08kv_bytes\x18\x05 \x01(\x04\x12\x1d\n\x15transfer_microseconds\x18\x06 \x01(\x04\x12\x1c\n\x14\x65xposed_microseconds\x18\x07 \x01(\x04\x12\x17\n\x0fprompt_logprobs\x18\t \x01(\x0c\x12\x19\n\x11\x63\x61ll_microseconds\x18\n \x01(\x04\x12*\n\x06\x63hunks\x18\x0b \x03(\x0b\x32\x1a.outrider.v1.ComputedChunk\x12%\n\x06pushed\x18\x0c \x03(\x0b\x32\x15.outrider.v1.PushedKv\"Y\n\rComputedChunk\x12\x1a\n\x12start_microseconds\x18\x01 \x01(\x04\x12\x18\n\x10\x65nd_microseconds\x18\x02 \x01(\x04\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"R\n\x08PushedKv\x12\x1a\n\x12start_microseconds\x18\x01 \x01(\x04\x12\x18\n\x10\x65nd_microseconds\x18\x02 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x04\x32V\n\x0ePrefillService\x12\x44\n\x07Prefill\x12\x1b.outrider.v1.PrefillRequest\x1a\x1c.outrider.v1.PrefillResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19outrider/v1/prefill.proto\x12\x0boutrider.v1\x1a\x16outrider/v1/node.proto\"\xb3\x02\n\x0ePrefillRequest\x12\x19\n\x11sequence_group_id\x18\x01 \x01(\x0c\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x12\n\nkv_address\x18\x05 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x06 \x01(\x0c\x12\x1a\n\x12held_prefix_length\x18\x07 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\t \x01(\t\x12,\n\x07options\x18\x0b \x01(\x0b\x32\x1b.outrider.v1.RequestOptions\x12\x15\n\rmay_read_held\x18\x0c \x01(\x08\x12\x18\n\x10scored_token_ids\x18\r \x03(\rJ\x04\x08\x08\x10\tJ\x04\x08\n\x10\x0b\"\xa4\x03\n\x0fPrefillResponse\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\r\x12\x17\n\x0fnum_read_tokens\x18\x08 \x01(\r\x12\x1c\n\x14\x63ompute_microseconds\x18\x03 \x01(\x04\x12\x11\n\tconnector\x18\x04 \x01(\t\x12\x10\n\x08kv_bytes\x18\x05 \x01(\x04\x12\x1d\n\x15transfer_microseconds\x18\x06 \x01(\x04\x12\x1c\n\x14\x65xposed_microseconds\x18\x07 \x01(\x04\x12\x17\n\x0fprompt_logprobs\x18\t \x01(\x0c\x12\x19\n\x11\x63\x61ll_microseconds\x18\n \x01(\x04\x12*\n\x06\x63hunks\x18\x0b \x03(\x0b\x32\x1a.outrider.v1.ComputedChunk\x12%\n\x06pushed\x18\x0c \x03(\x0b\x32\x15.outrider.v1.PushedKv\x12\x1a\n\x12num_blended_tokens\x18\r \x01(\r\x12\x1d\n\x15num_recomputed_tokens\x18\x0e \x01(\r\"Y\n\rComputedChunk\x12\x1a\n\x12start_microseconds\x18\x01 \x01(\x04\x12\x18\n\x10\x65nd_microseconds\x18\x02 \x01(\x04\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"R\n\x08PushedKv\x12\x1a\n\x12start_microseconds\x18\x01 \x01(\x04\x12\x18\n\x10\x65nd_microseconds\x18\x02 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x04\x32V\n\x0ePrefillService\x12\x44\n\x07Prefill\x12\x1b.outrider.v1.PrefillRequest\x1a\x1c.outrider.v1.PrefillResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,11 +35,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLREQUEST']._serialized_start=67
   _globals['_PREFILLREQUEST']._serialized_end=374
   _globals['_PREFILLRESPONSE']._serialized_start=377
-  _globals['_PREFILLRESPONSE']._serialized_end=738
-  _globals['_COMPUTEDCHUNK']._serialized_start=740
-  _globals['_COMPUTEDCHUNK']._serialized_end=829
-  _globals['_PUSHEDKV']._serialized_start=831
-  _globals['_PUSHEDKV']._serialized_end=913
-  _globals['_PREFILLSERVICE']._serialized_start=915
-  _globals['_PREFILLSERVICE']._serialized_end=1001
+  _globals['_PREFILLRESPONSE']._serialized_end=797
+  _globals['_COMPUTEDCHUNK']._serialized_start=799
+  _globals['_COMPUTEDCHUNK']._serialized_end=888
+  _globals['_PUSHEDKV']._serialized_start=890
+  _globals['_PUSHEDKV']._serialized_end=972
+  _globals['_PREFILLSERVICE']._serialized_start=974
+  _globals['_PREFILLSERVICE']._serialized_end=1060
 # @@protoc_insertion_point(module_scope)

@@ -34,7 +34,7 @@ class PrefillRequest(_message.Message):
     def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., kv_address: _Optional[str] = ..., decode_incarnation: _Optional[bytes] = ..., held_prefix_length: _Optional[int] = ..., fingerprint: _Optional[str] = ..., options: _Optional[_Union[_node_pb2.RequestOptions, _Mapping]] = ..., may_read_held: bool = ..., scored_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("num_cached_tokens", "num_computed_tokens", "num_read_tokens", "compute_microseconds", "connector", "kv_bytes", "transfer_microseconds", "exposed_microseconds", "prompt_logprobs", "call_microseconds", "chunks", "pushed")
+    __slots__ = ("num_cached_tokens", "num_computed_tokens", "num_read_tokens", "compute_microseconds", "connector", "kv_bytes", "transfer_microseconds", "exposed_microseconds", "prompt_logprobs", "call_microseconds", "chunks", "pushed", "num_blended_tokens", "num_recomputed_tokens")
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,8 @@ class PrefillResponse(_message.Message):
     CALL_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     PUSHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLENDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_cached_tokens: int
     num_computed_tokens: int
     num_read_tokens: int
@@ -59,7 +61,9 @@ class PrefillResponse(_message.Message):
     call_microseconds: int
     chunks: _containers.RepeatedCompositeFieldContainer[ComputedChunk]
     pushed: _containers.RepeatedCompositeFieldContainer[PushedKv]
-    def __init__(self, num_cached_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_read_tokens: _Optional[int] = ..., compute_microseconds: _Optional[int] = ..., connector: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., transfer_microseconds: _Optional[int] = ..., exposed_microseconds: _Optional[int] = ..., prompt_logprobs: _Optional[bytes] = ..., call_microseconds: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ComputedChunk, _Mapping]]] = ..., pushed: _Optional[_Iterable[_Union[PushedKv, _Mapping]]] = ...) -> None: ...
+    num_blended_tokens: int
+    num_recomputed_tokens: int
+    def __init__(self, num_cached_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_read_tokens: _Optional[int] = ..., compute_microseconds: _Optional[int] = ..., connector: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., transfer_microseconds: _Optional[int] = ..., exposed_microseconds: _Optional[int] = ..., prompt_logprobs: _Optional[bytes] = ..., call_microseconds: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ComputedChunk, _Mapping]]] = ..., pushed: _Optional[_Iterable[_Union[PushedKv, _Mapping]]] = ..., num_blended_tokens: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class ComputedChunk(_message.Message):
     __slots__ = ("start_microseconds", "end_microseconds", "num_tokens")

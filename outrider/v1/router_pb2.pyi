@@ -66,7 +66,7 @@ NODE_STATE_DRAINING: NodeState
 NODE_STATE_LOST: NodeState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stop", "output", "speculation", "priority", "resume_window", "generated_token_ids", "adapter_fingerprint")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stop", "output", "speculation", "priority", "resume_window", "generated_token_ids", "adapter_fingerprint", "blend")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class GenerateRequest(_message.Message):
     RESUME_WINDOW_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BLEND_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -93,7 +94,18 @@ class GenerateRequest(_message.Message):
     resume_window: _duration_pb2.Duration
     generated_token_ids: _containers.RepeatedScalarFieldContainer[int]
     adapter_fingerprint: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., priority: _Optional[int] = ..., resume_window: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., adapter_fingerprint: _Optional[str] = ...) -> None: ...
+    blend: Blend
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., priority: _Optional[int] = ..., resume_window: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., adapter_fingerprint: _Optional[str] = ..., blend: _Optional[_Union[Blend, _Mapping]] = ...) -> None: ...
+
+class Blend(_message.Message):
+    __slots__ = ("separator", "piece_lengths", "recompute_share")
+    SEPARATOR_FIELD_NUMBER: _ClassVar[int]
+    PIECE_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_SHARE_FIELD_NUMBER: _ClassVar[int]
+    separator: str
+    piece_lengths: _containers.RepeatedScalarFieldContainer[int]
+    recompute_share: float
+    def __init__(self, separator: _Optional[str] = ..., piece_lengths: _Optional[_Iterable[int]] = ..., recompute_share: _Optional[float] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -315,14 +327,18 @@ class Summary(_message.Message):
     def __init__(self, usage: _Optional[_Union[Usage, _Mapping]] = ..., metrics: _Optional[_Union[RequestMetrics, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens")
+    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_blended_tokens", "num_recomputed_tokens")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLENDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ...) -> None: ...
+    num_blended_tokens: int
+    num_recomputed_tokens: int
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_blended_tokens: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestMetrics(_message.Message):
     __slots__ = ("queue_seconds", "ttft_seconds", "e2e_seconds", "prefill_seconds", "kv_transfer", "speculative_decoding", "attempts", "nodes")

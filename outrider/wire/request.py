@@ -13,6 +13,7 @@ from typing import Any
 from outrider.errors import InvalidRequestError
 from outrider.request import (
     Adapter,
+    Blend,
     Constraint,
     ConstraintKind,
     LogprobsMode,
@@ -41,6 +42,7 @@ def request_from_proto(
     eos_token_ids: Sequence[int] = (),
     cache_salt: bytes = b"",
     adapter: Adapter | None = None,
+    blend: Blend | None = None,
     default_method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> Request:
     """Returns the complete request. `seed` and `max_tokens` are the effective values; `prompt_text` is for echo."""
@@ -57,6 +59,7 @@ def request_from_proto(
         priority=proto.priority,
         cache_salt=cache_salt,
         adapter=adapter,
+        blend=blend,
         prompt_logprobs=proto.output.prompt_logprobs if proto.output.HasField("prompt_logprobs") else None,
     )
     return Request(
@@ -122,6 +125,7 @@ def options_from_proto(proto: node_pb2.RequestOptions) -> RequestOptions:
     return _OPTIONS.from_proto(proto, logprobs=logprobs_request_from_proto(proto))
 
 
+_BLEND = Fields(Blend, router_pb2.Blend, elsewhere=("separator",))
 _OPTIONS = Fields(
     RequestOptions,
     node_pb2.RequestOptions,
@@ -129,6 +133,7 @@ _OPTIONS = Fields(
     sampling=Conversion(_sampling_to_proto, _sampling_from_proto),
     verification_method=VERIFICATION_METHODS.from_proto_or(VerificationMethod.COUPLED),
     adapter=ADAPTER,
+    blend=_BLEND,
 )
 OPTIONS = Conversion(options_to_proto, options_from_proto)
 
@@ -198,6 +203,8 @@ def complete_proto(proto: router_pb2.GenerateRequest, request: Request) -> route
     complete.sampling.seed = request.options.sampling.seed
     complete.sampling.max_tokens = request.options.sampling.max_tokens
     complete.speculation.method = VERIFICATION_METHODS.to_proto(request.options.verification_method)
+    if request.options.blend is not None:
+        complete.blend.CopyFrom(_BLEND.to_proto(request.options.blend))
     if request.options.adapter is not None:
         complete.adapter_fingerprint = request.options.adapter.fingerprint
     return complete

@@ -26,9 +26,11 @@ from outrider.wire.request import (
     request_from_proto,
     skips_special_tokens,
 )
+from router.api.blend_parsing import check_blend, read_blend
 from router.api.clients import Caller
 from router.nodes.directory import ServedModel
 from router.text.chat_template import ChatTemplate
+from router.text.tokenizer import EncodedPrompt
 
 NO_ADAPTERS: Mapping[str, Adapter] = MappingProxyType({})
 MAX_REQUEST_ID_LENGTH = 128
@@ -68,7 +70,7 @@ async def read_request(
     queue of texts or of constraints is full; NotFoundError or MismatchError if the adapter has changed meanwhile.
     """
     adapter = find_adapter(proto, served.info, adapters)
-    token_ids = await encode_prompt(proto, served, client=caller.share)
+    token_ids, piece_lengths = await encode_prompt(proto, served, client=caller.share)
     max_tokens = check_prompt(proto, token_ids, served.info)
     constraint = constraint_from_proto(proto.sampling)
     if constraint is not None:
@@ -88,6 +90,7 @@ async def read_request(
         eos_token_ids=served.info.eos_token_ids,
         cache_salt=caller.cache_salt,
         adapter=adapter,
+        blend=read_blend(proto, piece_lengths),
         default_method=default_method,
     )
 
@@ -101,15 +104,18 @@ def resume_window_seconds(proto: router_pb2.GenerateRequest) -> float | None:
 
 async def encode_prompt(
     proto: router_pb2.GenerateRequest | router_pb2.TokenizeRequest, served: ServedModel, *, client: str = ""
-) -> list[int]:
-    """Returns the prompt's token ids.
+) -> EncodedPrompt:
+    """Returns the prompt's token ids, and the lengths of the pieces that its separator ends.
 
     Raises: InvalidRequestError if the chat template refuses the messages or the text is certain to exceed the window;
     CapacityError if the queue of texts is full.
     """
     tokenizer, max_tokens = served.tokenizer, served.info.max_model_len
-    if isinstance(proto, router_pb2.GenerateRequest) and proto.HasField("token_ids"):
-        return list(proto.token_ids.ids)
+    separator = ""
+    if isinstance(proto, router_pb2.GenerateRequest):
+        separator = proto.blend.separator
+        if proto.HasField("token_ids"):
+            return EncodedPrompt(list(proto.token_ids.ids))
     if proto.HasField("chat"):
 
         def render(template: ChatTemplate) -> str:
@@ -118,11 +124,12 @@ async def encode_prompt(
 
         return await tokenizer.encode_chat(
             render,
+            separator=separator,
             num_bytes=proto.chat.ByteSize(),
             client=client,
             max_tokens=max_tokens,
         )
-    return await tokenizer.encode_text(proto.text, client=client, max_tokens=max_tokens)
+    return await tokenizer.encode_text(proto.text, separator=separator, client=client, max_tokens=max_tokens)
 
 
 def find_adapter(
@@ -166,6 +173,7 @@ def check_request(
     _check_speculation(proto.speculation)
     _check_resume_window(proto)
     _check_generated(proto, model)
+    check_blend(proto, model)
 
 
 def check_prompt(proto: router_pb2.GenerateRequest, token_ids: Sequence[int], model: ModelInfo) -> int:

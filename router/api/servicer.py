@@ -86,7 +86,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             served = self._requests.served()
             if kind == "chat":
                 check_chat(request.chat, served.info)
-            token_ids = await encode_prompt(request, served, client=caller.share)
+            token_ids, _ = await encode_prompt(request, served, client=caller.share)
             return router_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(  # noqa: N802

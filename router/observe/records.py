@@ -148,6 +148,8 @@ def finish(record: RequestRecord, samples: Iterable[Finished], *, num_longest: i
         num_prompt_tokens=record.num_prompt_tokens,
         num_cached_tokens=record.num_cached_tokens,
         num_generated_tokens=record.num_generated_tokens,
+        num_blended_tokens=max((prefill.num_blended_tokens for prefill in prefills if prefill), default=0),
+        num_recomputed_tokens=max((prefill.num_recomputed_tokens for prefill in prefills if prefill), default=0),
     )
     summary = Summary(request_id=record.request_id, usage=usage, metrics=metrics)
     record.metrics.observe_finished_request(summary, num_longest=num_longest, adapter=record.adapter)

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import tokenizers
@@ -92,6 +93,13 @@ class EncodingQueue:
             )
 
 
+class EncodedPrompt(NamedTuple):
+    """A prompt's tokens. A separator ends each piece; it is not encoded, and pieces and the rest are encoded alone."""
+
+    token_ids: list[int]
+    piece_lengths: tuple[int, ...] = ()  # in tokens, of the pieces that have some
+
+
 class Tokenizer:
     """The served model's tokenizer.
 
@@ -121,39 +129,42 @@ class Tokenizer:
                 self._longest_token = max(map(len, parts), default=0)
         self._queue = EncodingQueue(num_threads)
 
-    async def encode_text(self, text: str, *, client: str = "", max_tokens: int | None = None) -> list[int]:
+    async def encode_text(
+        self, text: str, *, separator: str = "", client: str = "", max_tokens: int | None = None
+    ) -> EncodedPrompt:
         """Returns the text's token ids, with the special tokens that the tokenizer itself adds.
 
-        Special tokens written in the text are encoded as special tokens.
+        Special tokens written in the text are encoded as special tokens. `separator`: see EncodedPrompt.
 
         Raises: InvalidRequestError, before encoding, if the text is certain to have more than `max_tokens`;
         CapacityError if the queue is full.
         """
         self._check_length(text, max_tokens, field="text")
         return await self._queue.run(
-            lambda: self.encode_now(text, add_special_tokens=True), client=client, num_bytes=len(text)
+            lambda: self._encode_pieces(text, separator, add_special_tokens=True), client=client, num_bytes=len(text)
         )
 
     async def encode_chat(
         self,
         render: Callable[[ChatTemplate], str],
         *,
+        separator: str = "",
         num_bytes: int = 0,
         client: str = "",
         max_tokens: int | None = None,
-    ) -> list[int]:
+    ) -> EncodedPrompt:
         """Returns the token ids of the rendered chat template, without any added special tokens.
 
-        `render` is called in a thread. `num_bytes`: the approximate size of its input.
+        `render` is called in a thread. `separator`: see EncodedPrompt. `num_bytes`: the approximate size of its input.
 
         Raises: InvalidRequestError if the model has no template or the template refuses the messages; the errors of
         `encode_text`.
         """
 
-        def encode() -> list[int]:
+        def encode() -> EncodedPrompt:
             text = render(self._template)
             self._check_length(text, max_tokens, field="chat.messages")
-            return self.encode_now(text)
+            return self._encode_pieces(text, separator)
 
         return await self._queue.run(encode, client=client, num_bytes=num_bytes)
 
@@ -168,6 +179,16 @@ class Tokenizer:
     def encode_now(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Encodes in the caller's thread. The event loop may call it only for a few words."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _encode_pieces(self, text: str, separator: str, *, add_special_tokens: bool = False) -> EncodedPrompt:
+        parts = text.split(separator) if separator else [text]
+        if len(parts) == 1:
+            return EncodedPrompt(self.encode_now(text, add_special_tokens=add_special_tokens))
+        encoded = [self.encode_now(part) for part in parts]
+        if add_special_tokens:
+            before, after = self.special_tokens_around()
+            encoded[0], encoded[-1] = before + encoded[0], encoded[-1] + after
+        return EncodedPrompt([*chain(*encoded)], tuple(len(piece) for piece in encoded[:-1] if piece))
 
     def decode_now(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Decodes in the caller's thread. The event loop may call it only for a few tokens."""

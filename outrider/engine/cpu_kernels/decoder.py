@@ -23,6 +23,7 @@ from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.array_plane import Words
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.rotation import Turn
 from outrider.engine.runner_base import ModelRunner
 from outrider.engine.stages import Stage
 from outrider.errors import InternalError
@@ -128,12 +129,7 @@ class NativeStep(ModelRunner):
         A stage that is not the first takes the rows' `states` after the stage before it; one that is not the last
         returns them: [num_rows, state_bytes] uint8.
         """
-        struct = batch_struct(batch)
-        if batch.num_groups > 1:
-            struct.group_of = ctypes.addressof(self._group_of)
-        if batch.adapters:
-            adapters = addresses_of_rows(batch)
-            struct.adapters = _address(adapters)
+        struct, _adapters = self._struct_of(batch)
         rows = self._workspace.handle, self._struct, batch.num_rows, self._num_taps
         if states is not None:
             self._functions.outrider_load_states(*rows, np.asarray(states).ctypes.data)
@@ -161,6 +157,15 @@ class NativeStep(ModelRunner):
         )
         return logits
 
+    def compute_layers(self, batch: InputBatch, num_layers: int) -> None:
+        """Implements ModelRunner.compute_layers."""
+        struct, _adapters = self._struct_of(batch)
+        self._run_layers(struct, 0, num_layers)
+
+    def turns(self, num_positions: int) -> list[Turn | None]:
+        """Implements ModelRunner.turns."""
+        return [self._decoder.weights.turn(layer, num_positions) for layer in self._layers]
+
     def draft(self, batch: InputBatch, features: Words, sampler: int, paths: ctypes.Array[Any], drafts: Any) -> None:
         """Runs a drafter head (`outrider_draft`), without Python's lock unless it is short.
 
@@ -175,6 +180,16 @@ class NativeStep(ModelRunner):
         functions.outrider_draft(
             self._team, self._workspace.handle, self._struct, struct, self._keys, self._values, sampler, paths, drafts
         )
+
+    def _struct_of(self, batch: InputBatch) -> tuple[ctypes.Structure, array[int] | None]:
+        """Returns an OutriderBatch, and memory of its adapters that the caller must keep alive."""
+        struct, adapters = batch_struct(batch), None
+        if batch.num_groups > 1:
+            struct.group_of = ctypes.addressof(self._group_of)
+        if batch.adapters:
+            adapters = addresses_of_rows(batch)
+            struct.adapters = _address(adapters)
+        return struct, adapters
 
     def _run_layers(self, batch: ctypes.Structure, first: int, last: int) -> None:
         self._functions.outrider_decoder_layers(

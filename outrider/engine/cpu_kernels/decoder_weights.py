@@ -13,6 +13,7 @@ import numpy as np
 from outrider.engine.cpu_kernels.interface import address_of, structures
 from outrider.engine.cpu_kernels.library import ElementType
 from outrider.engine.feature_spec import FeatureSpec
+from outrider.engine.rotation import Turn
 
 PACKED, BIAS, SCALES = "packed", "bias", "scales"
 """The last parts of blobs' names, which follow the name of a matrix."""
@@ -88,6 +89,16 @@ class DecoderWeights:
         Its `packed` is null if the decoder does not have the matrix.
         """
         return _matrix(self.blobs, name, self.shape.matrix_sizes.get(name, MatrixSize(0, 0, ElementType.FLOAT32)))
+
+    def turn(self, layer: int, num_positions: int) -> Turn | None:
+        """Returns the rotation of a layer's keys by `num_positions`; None if it does not rotate keys."""
+        number, half = self.shape.rotations[layer], self.shape.rotary_dim // 2
+        if number < 0:
+            return None
+        cosines, sines = (self.blobs[f"{name}.{number}"].view(np.float32) for name in ("cosines", "sines"))
+        place = slice(num_positions * half, (num_positions + 1) * half)
+        scale = cosines[0]  # of both, as an angle of 0 has the cosine 1
+        return Turn(cosines[place] / scale, sines[place] / scale)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

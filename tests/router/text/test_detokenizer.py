@@ -111,12 +111,12 @@ async def test_chat_and_text_are_encoded_as_the_contract_says():
         single="<|start|> $A", special_tokens=[("<|start|>", 257)]
     )
     ours = Tokenizer(read_text({**files, "tokenizer.json": tokenizer.to_str().encode()}))
-    assert await ours.encode_text("a<|end|>") == [257, 97, 258]
+    assert (await ours.encode_text("a<|end|>")).token_ids == [257, 97, 258]
     chat = [{"role": "user", "content": "hi"}]
     rendered = await ours.encode_chat(lambda template: template.render(chat, add_generation_prompt=True))
-    assert rendered == [257, *b"user\nhi", 258, 257, *b"assistant\n"]
+    assert rendered.token_ids == [257, *b"user\nhi", 258, 257, *b"assistant\n"]
     rendered = await ours.encode_chat(lambda template: template.render(chat, add_generation_prompt=False))
-    assert rendered == [257, *b"user\nhi", 258]
+    assert rendered.token_ids == [257, *b"user\nhi", 258]
     ours.close()
 
 
