@@ -55,7 +55,10 @@ class Comparison:
 
 def replay_obstacle(receipt: Receipt) -> str:
     """Returns why a receipt cannot be replayed, or "" if it can. Raises: InvalidRequestError if it is damaged."""
-    method = VERIFICATION_METHODS.from_proto_or(None).from_proto(_request_of(receipt).speculation.method)
+    request = _request_of(receipt)
+    if request.HasField("blend"):
+        return "its prompt may have been blended, so that its tokens depend on the nodes that computed it"
+    method = VERIFICATION_METHODS.from_proto_or(None).from_proto(request.speculation.method)
     if method is VerificationMethod.COUPLED:
         return "" if any(sample.token_ids for sample in receipt.samples) else "it has no tokens to compare"
     label = "a method that this version does not know" if method is None else method.label

@@ -217,6 +217,14 @@ def test_answers_that_depend_on_drafts_cannot_be_replayed(replay, answered, deco
     assert replay(path)[0] == 0
 
 
+def test_answers_to_blended_prompts_cannot_be_replayed(replay, answered, decode):
+    path, _ = answered("blended", blend_piece_lengths=[2])
+    status, out, _ = replay(path)
+    assert status == 3
+    assert "blended: cannot be replayed: its prompt may have been blended, so that" in out
+    assert len(decode.opened) == 1
+
+
 def test_another_model_is_refused(replay, answered):
     path, _ = answered("elsewhere", change=lambda fields: fields["model"].update(fingerprint="0" * 64))
     status, out, _ = replay(path)

@@ -75,6 +75,15 @@ OTHER_CASES = [
     ({"generated_token_ids": [264], "sampling": R.SamplingParams(seed=1)}, "generated_token_ids"),
     ({"generated_token_ids": [1]}, "sampling.seed"),
     ({"generated_token_ids": [1], "sampling": R.SamplingParams(seed=1, n=2)}, "generated_token_ids"),
+    ({"blend": R.Blend()}, "blend.separator"),
+    ({"blend": R.Blend(separator="é" * 129)}, "blend.separator"),
+    ({"blend": R.Blend(separator="#", piece_lengths=[2])}, "blend.piece_lengths"),
+    ({"blend": R.Blend(separator="#", recompute_share=1.1)}, "blend.recompute_share"),
+    ({"blend": R.Blend(separator="#", recompute_share=NAN)}, "blend.recompute_share"),
+    ({"blend": R.Blend(separator="#"), "output": R.OutputOptions(prompt_logprobs=0)}, "output.prompt_logprobs"),
+    ({"token_ids": R.TokenIds(ids=[1, 2]), "blend": R.Blend(separator="#")}, "blend.separator"),
+    ({"token_ids": R.TokenIds(ids=[1, 2]), "blend": R.Blend(piece_lengths=[2, 1])}, "blend.piece_lengths"),
+    ({"token_ids": R.TokenIds(ids=[1, 2]), "blend": R.Blend(piece_lengths=[2, 0])}, "blend.piece_lengths"),
     # Ranges are checked before unsupported options.
     ({"resume_window": {"seconds": 1}, "sampling": R.SamplingParams(top_p=0.0)}, "sampling.top_p"),
 ]
