@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -28,12 +29,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from outrider.bench.machine import describe_machine
 from outrider.bench.prompts import DEFAULT_PROMPTS, load_prompts
-from outrider.client import Client
+from outrider.client import Client, GenerateOptions
 from outrider.cluster.cluster import Cluster
 from outrider.cluster.config import ClusterConfig
+from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.engine import PromptEngine
+from outrider.engine.input_batch import SequenceRows
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.scheduler import Scheduler
+from outrider.engine.step_progress import StepProgress
 from outrider.model_hub.compute import open_model_runtime
 from outrider.model_hub.config import ModelConfig
 from outrider.prefill import PrefillCall
@@ -41,6 +45,7 @@ from outrider.request import Blend, RequestOptions, SamplingParams
 from prefill_node.blending import Blending
 from prefill_node.jobs import PrefillJob
 from prefill_node.task import PrefillTask, chunk_rows
+from prefill_node.turn import PrefillTurn
 
 NUM_PIECES, PIECE_TOKENS, NUM_GENERATED = 4, 500, 16
 LENGTHS = (PIECE_TOKENS,) * NUM_PIECES
@@ -61,7 +66,10 @@ class BlendedPrompts:
     def logits(self, tokens: Sequence[int], lengths: Sequence[int], share: float, num_last: int) -> np.ndarray:
         """Returns the logits of the last `num_last` tokens: [num_last, vocab_size] float32."""
         task = self._task(tokens, Blend(piece_lengths=tuple(lengths), recompute_share=share))
-        blending, sequence, found = Blending(self._engine), task.sequence, []
+        progress = StepProgress()
+        progress.begin()
+        turn = PrefillTurn(CpuTurns(), self._engine.clock, progress, num_layers=1)
+        blending, sequence, found = Blending(self._engine, turn, progress), task.sequence, []
         sequence.num_cacheable = min(sequence.num_cacheable, len(tokens) - num_last)
         if task.blend is None:
             self._scheduler.add(sequence)
@@ -74,15 +82,7 @@ class BlendedPrompts:
                 own = task if item.sequence is sequence else None
                 rows = list(chunk_rows(item, blending.fill(own)))
                 if own is not None:
-                    end, first = sequence.num_computed + item.num_rows, len(tokens) - num_last
-                    rows = [
-                        each._replace(
-                            num_logits=max(
-                                min(end, each.start_position + len(each.token_ids)) - max(first, each.start_position), 0
-                            )
-                        )
-                        for each in rows
-                    ]
+                    rows = [with_logits(each, len(tokens) - num_last) for each in rows]
                 if rows:
                     found.append(np.array(self._engine.forward(plan.block_copies, rows)))
                 kv = item.sequence.kv
@@ -112,14 +112,23 @@ class BlendedPrompts:
         return PrefillTask.of(PrefillJob(next(self._ids), call), None, self._engine.pool.block_size)
 
 
+def with_logits(rows: SequenceRows, first: int) -> SequenceRows:
+    """Returns rows whose tokens from position `first` on have logits."""
+    end = rows.start_position + len(rows.token_ids)
+    return rows._replace(num_logits=max(end - max(first, rows.start_position), 0))
+
+
 def texts() -> list[str]:
-    contents = [prompt.content for prompt in load_prompts(DEFAULT_PROMPTS)]
+    contents: list[Any] = [prompt.content for prompt in load_prompts(DEFAULT_PROMPTS)]
     return [content if isinstance(content, str) else content[0].content for content in contents]
 
 
 def measure_quality(num_prompts: int, shares: Sequence[float]) -> None:
     model, rng, known = BlendedPrompts(), random.Random(0), texts()  # noqa: S311
-    encode = lambda text: model.tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+
+    def encode(text: str) -> list[int]:
+        return list(model.tokenizer.encode(text, add_special_tokens=False).ids)
+
     results: dict[float, list[tuple[float, float, bool]]] = {share: [] for share in shares}
     for _ in range(num_prompts):
         chosen = rng.sample(known, NUM_PIECES)
@@ -152,7 +161,8 @@ def measure_quality(num_prompts: int, shares: Sequence[float]) -> None:
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     values = logits.astype(np.float64)
     values -= values.max(axis=1, keepdims=True)
-    return values - np.log(np.exp(values).sum(axis=1, keepdims=True))
+    normalised: np.ndarray = values - np.log(np.exp(values).sum(axis=1, keepdims=True))
+    return normalised
 
 
 def measure_first_token(num_rounds: int) -> None:
@@ -172,16 +182,18 @@ def measure_first_token(num_rounds: int) -> None:
                 is_blended = name == "blended"
                 pieces = rng.sample(cached, NUM_PIECES) if is_blended else [some_tokens(PIECE_TOKENS) for _ in LENGTHS]
                 prompt = [*itertools.chain(*pieces), *some_tokens(30)]
-                options = {"blend_piece_lengths": LENGTHS} if is_blended else {}
+                options: GenerateOptions = {"max_tokens": 1, "temperature": 0.0}
+                if is_blended:
+                    options["blend_piece_lengths"] = LENGTHS
                 started = time.perf_counter()
-                answer = client.complete(prompt, max_tokens=1, temperature=0.0, **options)
+                answer = client.complete(prompt, **options)
                 seconds = time.perf_counter() - started
                 assert (answer.summary.usage.num_blended_tokens > 0) == is_blended
                 if number:  # the first round warms up
                     times[name].append(seconds)
     print(f"\nfirst token of {NUM_PIECES} pieces of {PIECE_TOKENS} tokens, {num_rounds} rounds, medians\n")
-    for name, seconds in times.items():
-        print(f"{name}: {1e3 * median(seconds):.0f} ms ({1e3 * min(seconds):.0f} to {1e3 * max(seconds):.0f})")
+    for name, found in times.items():
+        print(f"{name}: {1e3 * median(found):.0f} ms ({1e3 * min(found):.0f} to {1e3 * max(found):.0f})")
     ratios = [blended / full for full, blended in zip(*times.values(), strict=True)]
     print(f"ratio: {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})", flush=True)
 

@@ -179,7 +179,7 @@ class RequestOptions:
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether the request's tokens depend on model, prompt, parameters and seed only, and not on drafts or nodes."""
+        """Whether the tokens depend on model, prompt, parameters and seed only, and not on drafts or nodes."""
         return self.verification_method is VerificationMethod.COUPLED and self.blend is None
 
 

@@ -16,15 +16,19 @@ from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.base import Slots, slots_of
 from outrider.engine.moved_kv import NUM_CHECKED_LAYERS, MovedKV
 from outrider.engine.scheduler import EngineSequence
+from outrider.engine.step_progress import StepProgress
 from prefill_node.blend_plan import BlendPlan
 from prefill_node.task import PrefillTask
+from prefill_node.turn import PrefillTurn
 
 
 class Blending:
     """The blended prompts whose tokens to compute are not chosen yet. Owned by the engine thread."""
 
-    def __init__(self, engine: PromptEngine) -> None:
+    def __init__(self, engine: PromptEngine, turn: PrefillTurn, progress: StepProgress) -> None:
         self._engine = engine
+        self._turn = turn
+        self._progress = progress
         self._tasks: deque[PrefillTask] = deque()  # the first one's pieces are computed or read
         self._keys = itertools.count(-1, -1)  # of pieces; those of jobs are positive
         self._pieces: dict[EngineSequence, range] = {}  # pieces that are computed, with their places in the prompt
@@ -115,6 +119,8 @@ class Blending:
         end, size = plan.reused[-1].stop, engine.scheduler.max_rows_per_step
         for start in range(kv.num_tokens, end, size):
             tokens = sequence.token_ids[start : min(start + size, end)]
+            self._turn.yield_turn()
+            self._progress.expect(len(tokens))
             rows = SequenceRows(tokens, start, kv.block_table(), num_logits=0, adapter=sequence.adapter)
             engine.runner.compute_layers(build_input_batch([rows], engine.pool.block_size), num_layers)
 

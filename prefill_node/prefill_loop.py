@@ -87,10 +87,10 @@ class PrefillLoop:
             self.progress,
             num_layers=self._layers.num_layers,
         )
+        self._blending = Blending(engine, self._turn, self.progress)
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._tasks: dict[int, PrefillTask] = {}
         self._slots = PushSlots(max_pushes)
-        self._blending = Blending(engine)
         self._chunks: deque[Chunk] = deque()  # launched chunks that are not yet known to be computed, in order
         self._last_end = 0.0  # end of the last chunk, monotonic seconds
         self._ended: list[JobEnded] = []

@@ -8,8 +8,10 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 from outrider.engine.engine import PromptEngine
+from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.base import slots_of
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -34,13 +36,16 @@ from tests.support.waiting import PATIENCE_SECONDS
 BLOCK_SIZE = 16
 LENGTHS = (40, 50, 9, 70)
 TOKENS = [3 + (7 * n + n * n // 5) % 290 for n in range(sum(LENGTHS) + 12)]
+REDUCTION = FeatureReduction(
+    taps=(0, 4, 1), hidden_size=64, projection=torch.randn(48, 3 * 64, generator=torch.Generator().manual_seed(0))
+)
 NUM_REUSED = 48 + 64  # whole blocks of the pieces, without the first and the one that is shorter than a block
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = make_tiny_model(tmp_path_factory.mktemp("tiny"), dtype="bfloat16", overrides={"num_hidden_layers": 4})
-    model = load_model(ModelConfig(id=str(path)))
+    model = load_model(ModelConfig(id=str(path))).with_features(REDUCTION)
     if model.info.no_blend:
         pytest.skip(model.info.no_blend)
     return model
@@ -55,7 +60,7 @@ class Rig:
         scheduler = Scheduler(
             self.pool, max_running=8, max_rows_per_step=max_rows_per_step, reserve_blocks_per_running=0
         )
-        engine = PromptEngine(self.pool, scheduler, cache, make_runner(model, cache))
+        engine = PromptEngine(self.pool, scheduler, cache, make_runner(model, cache, features=REDUCTION))
         self.decode_cache = model.make_cache(256, BLOCK_SIZE)
         self.incarnation = os.urandom(16)
         inbox = TransferInbox(incarnation=self.incarnation, on_complete=lambda *_: None, on_failed=lambda *_: None)
@@ -129,7 +134,9 @@ def blend(share=0.25, lengths=LENGTHS):
 def exact(model):
     """The KV of the whole prompt, computed in one pass."""
     cache, blocks = model.make_cache(16, BLOCK_SIZE), list(range(16))
-    make_runner(model, cache).forward(build_input_batch([SequenceRows(TOKENS, 0, blocks, 0)], BLOCK_SIZE))
+    make_runner(model, cache, features=REDUCTION).forward(
+        build_input_batch([SequenceRows(TOKENS, 0, blocks, 0)], BLOCK_SIZE)
+    )
     return rows_of(cache, blocks, len(TOKENS))
 
 
