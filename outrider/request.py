@@ -105,7 +105,6 @@ class SamplingParams:
 GREEDY_TEMPERATURE = 1e-5
 MAX_CACHE_SALT_BYTES = 64
 MAX_TOP_LOGPROBS = 20
-MAX_PIECES = 1024
 DEFAULT_RECOMPUTE_SHARE = 0.15
 """The share with which CacheBlend's authors report nearly the quality of full computation."""
 

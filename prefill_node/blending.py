@@ -63,19 +63,17 @@ class Blending:
                 self.read(sequence)
         return jobs
 
-    def read(self, sequence: EngineSequence) -> bool:
-        """Reads the KV of a computed piece. Returns False if the sequence is no piece."""
-        place = self._pieces.pop(sequence, None)
+    def read(self, sequence: EngineSequence) -> None:
+        """Reads the KV of a sequence that is computed, if it is a piece."""
+        engine, place = self._engine, self._pieces.pop(sequence, None)
         if place is None:
-            return False
-        engine = self._engine
+            return
         assert sequence.kv is not None
         slots = slots_of(sequence.kv.block_ids, len(place), engine.pool.block_size)
         self._moved[place] = MovedKV.read(engine.kv_cache, slots, engine.runner.turns(place.start))
         engine.scheduler.remove(sequence)
         if not self._pieces:
             engine.scheduler.add(self._tasks[0].sequence)
-        return True
 
     def fill(self, task: PrefillTask | None) -> BlendPlan | None:
         """Returns the job's plan; None if there is none. The first time, it writes the KV of the pieces into the job's

@@ -148,11 +148,7 @@ def check_call(call: PrefillCall, served: ServedModel) -> None:
             "prompt_logprobs",
             f"must be 0 to {MAX_TOP_LOGPROBS}",
         ),
-        (
-            blend is None or (min(blend.piece_lengths, default=1) > 0 and 0 <= blend.recompute_share <= 1),
-            "blend",
-            "must have pieces of at least one token, and a recompute_share of 0 to 1",
-        ),
+        (blend is None or 0 <= blend.recompute_share <= 1, "blend.recompute_share", "must be 0 to 1"),
         (blend is None or not call.scored_token_ids, "blend", "must not be set with scored_token_ids"),
         (call.held_prefix_length <= num_tokens, "held_prefix_length", f"must be at most {num_tokens}"),
     ):

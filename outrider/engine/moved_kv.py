@@ -43,7 +43,6 @@ class MovedKV:
     """KV of consecutive tokens as at other positions, in main memory."""
 
     rows: Mapping[str, Bytes]  # by plane, in the format of PagedKVCache.read
-    num_tokens: int
 
     @classmethod
     def read(cls, kv_cache: KVCache, slots: Slots, turns: Sequence[Turn | None]) -> MovedKV:
@@ -53,7 +52,7 @@ class MovedKV:
         for plane in kv_cache.planes:
             taken = kv_cache.read(plane.name, range(plane.num_layers), slots)
             rows[plane.name] = turned(taken, plane, turns) if plane.name == keys else taken
-        return cls(rows, slots.size)
+        return cls(rows)
 
     def write(self, kv_cache: KVCache, slots: Slots) -> None:
         """Writes the KV of all layers into these slots, [num_tokens]."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -330,6 +331,32 @@ def test_bad_fields_are_named(field, value):
     with pytest.raises(InvalidRequestError) as caught:
         check_call(CALL.from_proto(prefill_pb2.PrefillRequest(**{**good, **changes})), SERVED)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"options": {"blend": {"piece_lengths": [1, 2], "recompute_share": float("nan")}}}, "blend.recompute_share"),
+        ({"options": {"blend": {"piece_lengths": [1, 2]}}, "scored_token_ids": [2, 3]}, "blend"),
+    ],
+)
+def test_pieces_that_cannot_be_blended_are_refused(changes, field):
+    ids = {"transfer_id": b"t" * 16, "decode_incarnation": b"i" * 16}
+    request = prefill_pb2.PrefillRequest(
+        **ids, token_ids=[1, 2, 3], kv_address="127.0.0.1:9", fingerprint=FINGERPRINT, **changes
+    )
+    with pytest.raises(InvalidRequestError) as caught:
+        check_call(CALL.from_proto(request), SERVED)
+    assert caught.value.field == field
+
+
+async def test_a_node_that_cannot_blend_computes_exactly(make_rig, monkeypatch):
+    monkeypatch.setitem(globals(), "MODEL", replace(MODEL, no_blend="its model is scripted"))
+    async with Serving(make_rig()) as serving:
+        await serving.start()
+        request = serving.request([*range(20, 60)], options={"blend": {"piece_lengths": [20, 20]}})
+        answer = await serving.stub.Prefill(request, timeout=PATIENCE_SECONDS)
+    assert (answer.num_computed_tokens, answer.num_blended_tokens, answer.num_recomputed_tokens) == (40, 0, 0)
 
 
 def test_no_fingerprint_is_another_fingerprint():

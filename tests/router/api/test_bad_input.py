@@ -76,7 +76,6 @@ OTHER_CASES = [
     ({"generated_token_ids": [1]}, "sampling.seed"),
     ({"generated_token_ids": [1], "sampling": R.SamplingParams(seed=1, n=2)}, "generated_token_ids"),
     ({"blend": R.Blend()}, "blend.separator"),
-    ({"blend": R.Blend(separator="é" * 129)}, "blend.separator"),
     ({"blend": R.Blend(separator="#", piece_lengths=[2])}, "blend.piece_lengths"),
     ({"blend": R.Blend(separator="#", recompute_share=1.1)}, "blend.recompute_share"),
     ({"blend": R.Blend(separator="#", recompute_share=NAN)}, "blend.recompute_share"),

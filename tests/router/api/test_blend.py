@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import grpc
 import pytest
 
 from outrider.errors import NotSupportedError
@@ -61,13 +60,6 @@ async def test_empty_pieces_are_left_out(cluster):
     await cluster.serve()
     _, pieces, rest, _ = await asked(cluster, text="##a piece####rest", blend=router_pb2.Blend(separator="##"))
     assert (pieces, rest) == ([b"a piece"], b"rest")
-
-
-async def test_too_many_pieces_are_refused(cluster, monkeypatch):
-    monkeypatch.setattr("router.api.blend_parsing.MAX_PIECES", 2)
-    await cluster.serve()
-    failure = await cluster.fail(text="a#b#c#d", blend=router_pb2.Blend(separator="#"))
-    assert (failure.code, failure.field) == (grpc.StatusCode.INVALID_ARGUMENT, "blend.separator")
 
 
 def test_a_model_that_cannot_be_blended_is_named_with_the_reason():
