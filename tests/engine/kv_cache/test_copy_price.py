@@ -33,9 +33,11 @@ def test_a_copy_pays_if_it_is_faster_than_computing(save, load, compute, load_pa
 
 def test_nothing_pays_before_all_is_measured():
     price = CopyPrice(block_size=BLOCK, num_groups=1)
-    assert not (price.load_pays or price.save_pays)
+    assert not (price.load_pays)
+    assert not (price.save_pays)
     price.add_step(1.0, num_rows=BLOCK)
-    assert not (price.load_pays or price.save_pays)
+    assert not (price.load_pays)
+    assert not (price.save_pays)
     price.add_copy(0, 0.1, is_load=True)
     assert price.load_pays
     assert not price.save_pays

@@ -1,4 +1,4 @@
-"""Which evicted blocks main memory keeps. Blocks are numbers here, and a slot holds the number that was copied to it."""
+"""Which evicted blocks main memory keeps. Blocks are numbers here, and a slot holds what was copied to it."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Soak:
 
     def begin(self):
         stem = self.choice.choice(STEMS)
-        self.start(stem[: self.choice.randrange(1, MAX_TOKENS)] + [self.choice.randrange(2)])
+        self.start([*stem[: self.choice.randrange(1, MAX_TOKENS)], self.choice.randrange(2)])
 
     def grow(self):
         kv, token_ids = self.choice.choice(self.running)
