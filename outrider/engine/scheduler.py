@@ -115,7 +115,7 @@ class StepPlan(NamedTuple):
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill, draft rows and preemption by recomputation.
+    """Continuous batching with chunked prefill, draft rows, and preemption by recomputation or from main memory.
 
     Running sequences get their blocks first; then waiting ones are admitted while blocks last. Rows are assigned in
     this order: one for each sequence that has only its newest token to feed (`reserve`), then drafts, as the caller

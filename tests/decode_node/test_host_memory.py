@@ -63,6 +63,19 @@ def test_preempted_sequences_are_loaded_instead_of_computed(make_node):
     assert saved > 0.7 * recomputed > 100
 
 
+def test_main_memory_forgets_preempted_sequences_that_are_cancelled(make_node):
+    node = make_node(TIGHT, "4MiB")
+    groups = [node.open(prompt=prompt, sampling=SAMPLING) for prompt in PROMPTS]
+    while not node.num_preempted:
+        node.iterate()
+    assert node.engine.pool.host._num_keepers
+    for group in groups:
+        node.cancel(group)
+    node.run()
+    assert not node.engine.pool.host._num_keepers
+    node.assert_nothing_is_held()
+
+
 def test_a_price_that_forbids_loading_changes_nothing(make_node):
     plain, node = make_node(TIGHT), make_node(TIGHT, "4MiB", save_pays=False)
     assert answers(node) == answers(plain)

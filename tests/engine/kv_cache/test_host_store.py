@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.kv_cache.block_pool import BlockPool, WindowPool
 from outrider.engine.kv_cache.host_store import MEASURE_EVERY, HostStore
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from tests.support.host_prices import FixedPrice
@@ -160,6 +160,45 @@ def test_a_prefix_may_be_in_both_places():
     assert num_cached == 16
     assert store.num_loaded == 2
     assert content(kv, copies) == [tuple(token_ids[:end]) for end in (4, 8, 12, 16)]
+
+
+def window_pool(num_slots):
+    pool = WindowPool(window=8, max_step_tokens=8, first_block=4, num_blocks=20, block_size=BLOCK, hash_seed=b"")
+    copies = Numbers(num_slots, num_groups=2)
+    pool.use_host(HostStore(copies, FixedPrice()), group=1)
+    return pool, copies
+
+
+def publish(pool, copies, *hashes):
+    for name in hashes:
+        (block_id,) = pool.allocate(1)
+        copies.blocks[1, block_id] = name
+        pool.register(block_id, name)
+        pool.release((block_id,))
+
+
+def test_a_windows_blocks_come_from_both_places():
+    pool, copies = window_pool(num_slots=9)
+    publish(pool, copies, b"a", b"b", b"c")
+    pool.release(pool.allocate(19))  # evicts a and b
+    assert all(map(pool.has, (b"a", b"b", b"c")))
+    assert not pool.has(b"d")
+    taken = pool.take([b"b", b"c", b"a"])
+    assert [copies.blocks[1, block_id] for block_id in taken] == [b"b", b"c", b"a"]
+    assert (pool.host.num_loaded, pool.num_free_blocks) == (2, 17)
+    pool.release(taken)
+    assert pool.num_free_blocks == 20
+    check_pool(pool)
+
+
+def test_of_a_window_that_is_not_whole_nothing_is_taken():
+    pool, copies = window_pool(num_slots=1)
+    publish(pool, copies, b"a", b"b", b"c")
+    pool.release(pool.allocate(20))  # the one slot has c
+    assert not pool.has(b"a")
+    assert pool.take([b"c", b"a"]) is None
+    assert pool.num_free_blocks == 20
+    check_pool(pool)
 
 
 def test_nothing_is_loaded_for_a_sequence_that_has_no_room():
