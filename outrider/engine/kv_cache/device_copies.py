@@ -13,10 +13,11 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 
 
 class DeviceBlockCopies(BlockCopies):
-    """Implements SlotCopies on a stream of its own, so that blocks leave and arrive while the device computes.
+    """Does what BlockCopies does, for a GPU. The host never waits.
 
-    The host never waits. On the stream of forwards, a block is gathered before later work overwrites it, and scattered
-    before later work reads it. Main memory is used on the copy stream only, in the order of calls.
+    Copies run on a stream of their own, so that blocks leave and arrive while the device computes. On the stream of
+    forwards, a block is gathered before later work overwrites it, and scattered before later work reads it. Main memory
+    is used on the copy stream only, in the order of calls.
     """
 
     def __init__(self, cache: PagedKVCache, num_bytes: int, price: CopyPrice) -> None:
@@ -60,7 +61,7 @@ class DeviceBlockCopies(BlockCopies):
         self._collect_times()
 
     def measure(self, group: int, block_id: int) -> None:
-        """Implements SlotCopies.measure. The host waits for the copies, so that their times count at once."""
+        """Does what BlockCopies.measure does. The host waits for the copies, so that their times count at once."""
         super().measure(group, block_id)
         self._stream.synchronize()
         self._collect_times()

@@ -4,46 +4,31 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
 
+from outrider.engine.kv_cache.block_copies import BlockCopies
 from outrider.engine.kv_cache.copy_price import CopyPrice
 
 MEASURE_EVERY = 16
 """One of this many blocks that the price refuses is copied all the same, so that the price stays current."""
 
 
-class SlotCopies(Protocol):
-    """Copies blocks between a cache and slots of main memory, and tells their times to a CopyPrice."""
-
-    num_slots: list[int]  # by group
-    slot_bytes: list[int]  # by group
-
-    def save(self, group: int, block_id: int, slot: int) -> None:
-        """Copies a block to a slot. The block may be overwritten by work that begins or is queued afterwards."""
-
-    def load(self, group: int, block_id: int, slot: int) -> None:
-        """Copies a slot to a block. Work that begins or is queued afterwards reads it."""
-
-    def measure(self, group: int, block_id: int) -> None:
-        """Copies a block out and in again, which changes nothing. No other work may use it meanwhile."""
-
-
 class HostStore:
     """Evicted blocks by group of layers and content hash, in a bounded number of slots for each group.
 
     A block pool saves a block here when it takes it for other content, and loads it when a prefix match needs it. Both
-    happen only if they pay (`CopyPrice`). If there is no free slot, the least recently used block of a prefix is
-    dropped. The blocks of preempted sequences (`keep`) are dropped only for those of other preempted sequences: they
-    are certain to be needed, and prefixes are not.
+    happen only if they pay (`CopyPrice`). If there is no free slot, a block of a prefix is dropped: first one that was
+    loaded, since the pool has it, then the one that was evicted first. The blocks of preempted sequences (`keep`) are
+    dropped only for those of other preempted sequences: they are certain to be needed, and prefixes are not.
 
     Engine thread only, except that any thread may read the numbers.
     """
 
-    def __init__(self, copies: SlotCopies, price: CopyPrice) -> None:
+    def __init__(self, copies: BlockCopies, price: CopyPrice) -> None:
         self.price = price
         self._copies = copies
         self._free = [list(range(num - 1, -1, -1)) for num in copies.num_slots]
-        # The slots in use, by group and hash, least recently used first: of prefixes, and of preempted sequences.
+        # The slots in use, by group and hash, in the order in which they are dropped: of prefixes, and of preempted
+        # sequences.
         self._prefixes: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in self._free]
         self._preempted: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in self._free]
         self._kept: dict[int, Sequence[bytes]] = {}  # by key of a preempted sequence
@@ -60,27 +45,29 @@ class HostStore:
         """Prefers these blocks, of a sequence that is preempted, to those of prefixes. `key`: identifies it."""
         self._kept[key] = block_hashes
         self._num_keepers.update(block_hashes)
-        self._move(block_hashes, self._prefixes, self._preempted)
+        for prefixes, preempted in zip(self._prefixes, self._preempted, strict=True):
+            for block_hash in reversed(block_hashes):  # the last block is dropped first
+                if block_hash in prefixes:
+                    preempted[block_hash] = prefixes.pop(block_hash)
 
     def forget(self, key: int) -> None:
-        """Ends `keep`: the sequence runs again or has ended. Its blocks are then those of a prefix. Idempotent."""
+        """Ends `keep`: the sequence runs again or has ended. Its blocks are those of a prefix then, and are dropped
+        before others. Idempotent.
+        """
         block_hashes = self._kept.pop(key, ())
         self._num_keepers.subtract(block_hashes)
-        unkept = [block_hash for block_hash in block_hashes if not self._num_keepers[block_hash]]
-        for block_hash in unkept:
+        for block_hash in block_hashes:
+            if self._num_keepers[block_hash]:
+                continue
             del self._num_keepers[block_hash]
-        self._move(unkept, self._preempted, self._prefixes)
+            for prefixes, preempted in zip(self._prefixes, self._preempted, strict=True):
+                if block_hash in preempted:
+                    prefixes[block_hash] = preempted.pop(block_hash)
+                    prefixes.move_to_end(block_hash, last=False)
 
     def has(self, group: int, block_hash: bytes) -> bool:
-        """Returns whether `load` would succeed now. The block then counts as used."""
-        entries = self._entries(group, block_hash)
-        if block_hash not in entries:
-            return False
-        if not self.price.load_pays:
-            self.num_refused += 1
-            return False
-        entries.move_to_end(block_hash)
-        return True
+        """Returns whether a block is here and loading it pays."""
+        return block_hash in self._entries(group, block_hash) and self.price.load_pays
 
     def save(self, group: int, block_id: int, block_hash: bytes) -> None:
         """Saves a block that is being evicted, if that pays and there is a slot."""
@@ -103,10 +90,11 @@ class HostStore:
 
     def load(self, group: int, block_id: int, block_hash: bytes) -> bool:
         """Loads a block, which stays here as well. Returns False if it is not here, e.g. dropped since `has`."""
-        slot = self._entries(group, block_hash).get(block_hash)
-        if slot is None:
+        entries = self._entries(group, block_hash)
+        if block_hash not in entries:
             return False
-        self._copies.load(group, block_id, slot)
+        self._copies.load(group, block_id, entries[block_hash])
+        entries.move_to_end(block_hash, last=False)
         self.num_loaded += 1
         return True
 
@@ -124,13 +112,3 @@ class HostStore:
         self._free[group].append(entries.popitem(last=False)[1])
         self.num_dropped += 1
         return True
-
-    @staticmethod
-    def _move(
-        block_hashes: Sequence[bytes], source: list[OrderedDict[bytes, int]], target: list[OrderedDict[bytes, int]]
-    ) -> None:
-        """Moves those blocks that are here, the last one of a sequence first, so that it is dropped first."""
-        for before, after in zip(source, target, strict=True):
-            for block_hash in reversed(block_hashes):
-                if (slot := before.pop(block_hash, None)) is not None:
-                    after[block_hash] = slot

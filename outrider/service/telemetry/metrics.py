@@ -46,7 +46,7 @@ HOST_COUNTERS = {
     "num_saved": ("saved", "KV blocks saved to main memory when they were evicted."),
     "num_loaded": ("loaded", "KV blocks loaded from main memory instead of being computed."),
     "num_dropped": ("dropped", "KV blocks that main memory had no room for."),
-    "num_refused": ("refused", "KV blocks not saved or loaded, because computing them is measured to be faster."),
+    "num_refused": ("refused", "KV blocks not saved, because computing them is measured to be faster."),
 }
 """For each figure of a HostStore, the end of its counter's name and its meaning."""
 
