@@ -39,7 +39,6 @@ def main() -> None:
     engine = PromptEngine(pool, scheduler, runtime.kv_cache, runtime.runner)
     token_ids = [(7 * index) % 40_000 + 20 for index in range(arguments.tokens)]
     seconds: dict[str, list[float]] = {"loaded": [], "computed": []}
-    evicting: list[float] = []
     for number in range(arguments.rounds + 1):
         for name, used in (("loaded", host), ("computed", None)):
             pool.host = host
@@ -47,10 +46,7 @@ def main() -> None:
             scheduler.add(sequence)
             expected, _ = run(engine, sequence)
             scheduler._preempt(sequence, StepReservation())  # noqa: SLF001 what a full pool would cause
-            before, num_saved = time.perf_counter(), host.num_saved
             pool.release(pool.allocate(pool.num_free_blocks))  # evicts all blocks
-            if host.num_saved > num_saved:
-                evicting.append((time.perf_counter() - before) / (host.num_saved - num_saved))
             pool.host = used
             logits, elapsed = run(engine, sequence)
             assert np.array_equal(logits, expected)
@@ -61,7 +57,7 @@ def main() -> None:
     for name, times in seconds.items():
         print(f"{name}: {median(times) * 1e3:.1f} ms (from {min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})")
     print(f"ratio: {median(seconds['loaded']) / median(seconds['computed']):.4f}")
-    print(f"evicting a block: {median(evicting) * 1e3:.3f} ms; prices at the end: {host.price}")
+    print(f"prices of a block at the end: {host.price}")
 
 
 def run(engine: PromptEngine, sequence: EngineSequence) -> tuple[np.ndarray, float]:
