@@ -144,7 +144,7 @@ def open_model_runtime(
             num_rows=num_rows,
             num_logits=max_rows_per_step or MAX_SCORED_ROWS,
             graphs=graphs if config.cuda_graphs else None,
-            main_memory_bytes=main_memory_bytes + kv_cache.host_bytes,
+            main_memory_bytes=main_memory_bytes,
             adapter_bytes=adapters.reserved_bytes,
             features=reduction,
             may_shorten=not config.max_model_len,
