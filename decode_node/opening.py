@@ -23,7 +23,7 @@ def cached_table(
         pool,
         shared_token_ids,
         max_cached_tokens=max_cached_tokens,
-        cache_salt=opened.kv_salt,
+        cache_salt=opened.options.kv_salt,
         windows_arrive=windows_arrive,
     )
 

@@ -289,7 +289,7 @@ class SequenceGroupManager:
             kv=kv,
             priority=opened.options.priority,
             arrival=group.arrival,
-            cache_salt=opened.kv_salt,
+            cache_salt=opened.options.kv_salt,
             adapter=group.adapter,
             scoring=scoring_of(opened, kv.num_tokens) if not group.samples else None,
         )

@@ -66,7 +66,7 @@ class ModelInfo:
     numerics: str = ""
     weights: str = ""
     features: FeatureFormat | None = None
-    no_blend: str = ""
+    can_blend: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

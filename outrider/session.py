@@ -35,12 +35,6 @@ class OpenSequenceGroup:
     samples: tuple[SampleStart, ...]  # at least one, ordered by sample index; each index is below sampling.n
     traceparent: str = ""  # the attempt's span, replaced by the group's span in the decode node; empty: not traced
 
-    @property
-    def kv_salt(self) -> bytes:
-        """The salt of the hashes of cached KV. That of a blended prompt is shared with no other group."""
-        salt = self.options.kv_salt
-        return salt if self.options.blend is None else b"blended" + self.sequence_group_id + salt
-
     def known_token_ids(self, start: SampleStart) -> tuple[int, ...]:
         """Returns the prompt, then the sample's tokens from before this attempt."""
         return self.prompt_token_ids + start.generated_token_ids

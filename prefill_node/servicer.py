@@ -111,7 +111,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             fault_point("prefill.received")
             call = CALL.from_proto(request)
             check_call(call, self._served)
-            if self._served.info.no_blend:
+            if not self._served.info.can_blend:
                 call = replace(call, options=replace(call.options, blend=None))
             figures = await traced(self._tracer, call, context.invocation_metadata(), self._jobs.run(call))
             fault_point("prefill.answered")

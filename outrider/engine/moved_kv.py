@@ -29,13 +29,11 @@ NUM_CHECKED_LAYERS = 2
 last of them are compared, as in CacheBlend."""
 
 
-def why_not_moved(model: RunnableModel) -> str:
-    """Returns why the model's cached KV cannot be moved to other positions, or an empty string if it can be."""
-    if not isinstance(model.native, NativeDecoder):
-        return "KV is moved only if native CPU kernels compute the whole model"
-    if model.spec.latent_dim or model.spec.windows:
-        return "KV of latent attention or of sliding windows cannot be moved"
-    return "its layers are divided into stages" if model.stage is not None else ""
+def can_be_moved(model: RunnableModel) -> bool:
+    """Whether the model's cached KV can be moved to other positions: not that of latent attention, sliding windows or
+    stages, and only if native CPU kernels compute the whole model.
+    """
+    return isinstance(model.native, NativeDecoder) and not (model.spec.latent_dim or model.spec.windows or model.stage)
 
 
 @dataclass(frozen=True, slots=True)

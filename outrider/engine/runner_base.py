@@ -48,12 +48,12 @@ class ModelRunner(Protocol):
         return batch
 
     def compute_layers(self, batch: InputBatch, num_layers: int) -> None:
-        """Writes the rows' keys and values of the first layers only. Not every runner can; see `why_not_moved`."""
+        """Writes the rows' keys and values of the first layers only. Not every runner can; see `can_be_moved`."""
         raise InternalError(f"{type(self).__name__} does not compute single layers")
 
     def turns(self, num_positions: int) -> Sequence[Turn | None]:
         """Returns by what each layer's keys are rotated at a position `num_positions` further; None if they are not
-        rotated. Not every runner can; see `why_not_moved`.
+        rotated. Not every runner can; see `can_be_moved`.
         """
         raise InternalError(f"{type(self).__name__} does not know its keys' rotations")
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from outrider.constraints.compiler import GrammarCompiler
 from outrider.engine.cpu_kernels.paths import KernelChoice
-from outrider.engine.moved_kv import why_not_moved
+from outrider.engine.moved_kv import can_be_moved
 from outrider.engine.numerics import Numerics
 from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.sampler import Sampler
@@ -113,7 +113,7 @@ def describe_model(
         vocabulary_fingerprint=vocabulary_fingerprint(text.own_vocabulary),
         numerics=str(numerics),
         weights=weights.name,
-        no_blend=why_not_moved(model),
+        can_blend=can_be_moved(model),
     )
     return LoadedModel(
         model=model.model,

@@ -12,7 +12,7 @@ from torch import nn
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.device import device_type
 from outrider.engine.feature_writer import layers_of
-from outrider.engine.moved_kv import why_not_moved
+from outrider.engine.moved_kv import can_be_moved
 from outrider.engine.numerics import torch_numerics
 from outrider.engine.stages import Stage
 from outrider.errors import ConfigError
@@ -81,7 +81,7 @@ def open_stage(config: ModelConfig, rank: int, *, progress: Progress = no_progre
         numerics = str(torch_numerics(model.spec.dtype, device_type(device)))
         model = replace(model, device=device, info=replace(model.info, numerics=numerics))
     model = replace(model, spec=model.spec.of_layers(stage.layers), stage=stage)
-    return replace(model, info=replace(model.info, no_blend=why_not_moved(model)))
+    return replace(model, info=replace(model.info, can_blend=can_be_moved(model)))
 
 
 def _keep_layers(model: PreTrainedModel, stage: Stage, num_layers: int) -> None:

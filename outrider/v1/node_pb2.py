@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import router_pb2 as outrider_dot_v1_dot_router__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16outrider/v1/node.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/router.proto\"\x10\n\x0eGetNodeRequest\"\xec\x01\n\x08NodeInfo\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x0c\n\x04name\x18\x03 \x01(\t\x12#\n\x04role\x18\x04 \x01(\x0e\x32\x15.outrider.v1.NodeRole\x12%\n\x05state\x18\x05 \x01(\x0e\x32\x16.outrider.v1.NodeState\x12%\n\x05model\x18\x06 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\x1f\n\x17oldest_protocol_version\x18\x08 \x01(\r\"\xc6\x02\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x1e\n\x16vocabulary_fingerprint\x18\x08 \x01(\t\x12\x10\n\x08proposer\x18\t \x01(\t\x12\x1e\n\x16num_speculative_tokens\x18\n \x01(\r\x12\x10\n\x08numerics\x18\x0b \x01(\t\x12,\n\x08\x66\x65\x61tures\x18\x0c \x01(\x0b\x32\x1a.outrider.v1.FeatureFormat\x12\x0f\n\x07weights\x18\r \x01(\t\x12\x10\n\x08no_blend\x18\x0e \x01(\t\"P\n\rFeatureFormat\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\r\n\x05width\x18\x02 \x01(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0c\n\x04taps\x18\x04 \x03(\r\"\xd5\x03\n\x0eRequestOptions\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\x12\x19\n\x0ctop_logprobs\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x30\n\rlogprobs_mode\x18\x04 \x01(\x0e\x32\x19.outrider.v1.LogprobsMode\x12#\n\x16num_speculative_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12<\n\x13verification_method\x18\x06 \x01(\x0e\x32\x1f.outrider.v1.VerificationMethod\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x1c\n\x0fprompt_logprobs\x18\n \x01(\rH\x02\x88\x01\x01\x12%\n\x07\x61\x64\x61pter\x18\x0b \x01(\x0b\x32\x14.outrider.v1.Adapter\x12!\n\x05\x62lend\x18\x0c \x01(\x0b\x32\x12.outrider.v1.BlendB\x0f\n\r_top_logprobsB\x19\n\x17_num_speculative_tokensB\x12\n\x10_prompt_logprobs\"\x15\n\x13GetTokenizerRequest\"1\n\x0eTokenizerChunk\x12\x11\n\tfile_name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"1\n\x10WatchNodeRequest\x12\x1d\n\x15interval_milliseconds\x18\x01 \x01(\r\"\xfd\x01\n\nNodeReport\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.outrider.v1.NodeState\x12\x0c\n\x04mark\x18\x02 \x01(\x04\x12\"\n\x1a\x65xpected_step_microseconds\x18\x03 \x01(\x04\x12\x1d\n\x15step_age_microseconds\x18\x04 \x01(\x04\x12#\n\x04load\x18\x05 \x01(\x0b\x32\x15.outrider.v1.NodeLoad\x12\x13\n\x0bincarnation\x18\x06 \x01(\x0c\x12\x11\n\tnum_steps\x18\x07 \x01(\x04\x12*\n\x08\x61\x64\x61pters\x18\x08 \x01(\x0b\x32\x18.outrider.v1.AdapterList\"5\n\x0b\x41\x64\x61pterList\x12&\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.outrider.v1.Adapter\"\xb1\x02\n\x08NodeLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x03 \x01(\r\x12\x16\n\x0ekv_blocks_free\x18\x04 \x01(\r\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12\x1e\n\x16mean_acceptance_length\x18\x06 \x01(\x01\x12\x1e\n\x16num_outstanding_tokens\x18\x07 \x01(\r\x12\x1a\n\x12num_sequences_free\x18\x08 \x01(\r\x12\x19\n\x11max_rows_per_step\x18\t \x01(\r\x12\x1b\n\x13look_ahead_hit_rate\x18\n \x01(\x01\x12\x1b\n\x13kv_bytes_per_second\x18\x0b \x01(\x01\"[\n\x0eProfileRequest\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12\x18\n\x10num_traced_steps\x18\x02 \x01(\r\x12\x1c\n\x14timeout_milliseconds\x18\x03 \x01(\r\"X\n\x0cProfileChunk\x12.\n\x07summary\x18\x01 \x01(\x0b\x32\x1b.outrider.v1.ProfileSummaryH\x00\x12\x0f\n\x05trace\x18\x02 \x01(\x0cH\x00\x42\x07\n\x05\x63hunk\"\x8e\x02\n\x0eProfileSummary\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\'\n\x05steps\x18\x02 \x03(\x0b\x32\x18.outrider.v1.StepAccount\x12\x18\n\x10num_traced_steps\x18\x03 \x01(\r\x12\x14\n\x0cmicroseconds\x18\x04 \x01(\x04\x12\x11\n\ttimed_out\x18\x05 \x01(\x08\x12\x1a\n\x12kv_bytes_per_token\x18\x06 \x01(\r\x12\x1f\n\x17\x66\x65\x61ture_bytes_per_token\x18\x07 \x01(\r\x12\x0f\n\x07weights\x18\x08 \x01(\t\x12\x1a\n\x12num_longest_tokens\x18\t \x01(\r\x12\x18\n\x10longest_kv_bytes\x18\n \x01(\x04\"\xd8\x01\n\x0bStepAccount\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\x15\n\rnum_sequences\x18\x03 \x01(\r\x12>\n\x0bnanoseconds\x18\x04 \x03(\x0b\x32).outrider.v1.StepAccount.NanosecondsEntry\x12\x1e\n\x16\x65vent_loop_nanoseconds\x18\x05 \x01(\x04\x1a\x32\n\x10NanosecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\xcf\x03\n\x0bNodeService\x12=\n\x07GetNode\x12\x1b.outrider.v1.GetNodeRequest\x1a\x15.outrider.v1.NodeInfo\x12O\n\x0cGetTokenizer\x12 .outrider.v1.GetTokenizerRequest\x1a\x1b.outrider.v1.TokenizerChunk0\x01\x12\x41\n\x05Watch\x12\x1d.outrider.v1.WatchNodeRequest\x1a\x17.outrider.v1.NodeReport0\x01\x12\x43\n\x07Profile\x12\x1b.outrider.v1.ProfileRequest\x1a\x19.outrider.v1.ProfileChunk0\x01\x12P\n\x0bLoadAdapter\x12\x1f.outrider.v1.LoadAdapterRequest\x1a .outrider.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.outrider.v1.UnloadAdapterRequest\x1a\".outrider.v1.UnloadAdapterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16outrider/v1/node.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/router.proto\"\x10\n\x0eGetNodeRequest\"\xec\x01\n\x08NodeInfo\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x0c\n\x04name\x18\x03 \x01(\t\x12#\n\x04role\x18\x04 \x01(\x0e\x32\x15.outrider.v1.NodeRole\x12%\n\x05state\x18\x05 \x01(\x0e\x32\x16.outrider.v1.NodeState\x12%\n\x05model\x18\x06 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\x1f\n\x17oldest_protocol_version\x18\x08 \x01(\r\"\xc7\x02\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x1e\n\x16vocabulary_fingerprint\x18\x08 \x01(\t\x12\x10\n\x08proposer\x18\t \x01(\t\x12\x1e\n\x16num_speculative_tokens\x18\n \x01(\r\x12\x10\n\x08numerics\x18\x0b \x01(\t\x12,\n\x08\x66\x65\x61tures\x18\x0c \x01(\x0b\x32\x1a.outrider.v1.FeatureFormat\x12\x0f\n\x07weights\x18\r \x01(\t\x12\x11\n\tcan_blend\x18\x0e \x01(\x08\"P\n\rFeatureFormat\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\r\n\x05width\x18\x02 \x01(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0c\n\x04taps\x18\x04 \x03(\r\"\xd5\x03\n\x0eRequestOptions\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\x12\x19\n\x0ctop_logprobs\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x30\n\rlogprobs_mode\x18\x04 \x01(\x0e\x32\x19.outrider.v1.LogprobsMode\x12#\n\x16num_speculative_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12<\n\x13verification_method\x18\x06 \x01(\x0e\x32\x1f.outrider.v1.VerificationMethod\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x1c\n\x0fprompt_logprobs\x18\n \x01(\rH\x02\x88\x01\x01\x12%\n\x07\x61\x64\x61pter\x18\x0b \x01(\x0b\x32\x14.outrider.v1.Adapter\x12!\n\x05\x62lend\x18\x0c \x01(\x0b\x32\x12.outrider.v1.BlendB\x0f\n\r_top_logprobsB\x19\n\x17_num_speculative_tokensB\x12\n\x10_prompt_logprobs\"\x15\n\x13GetTokenizerRequest\"1\n\x0eTokenizerChunk\x12\x11\n\tfile_name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"1\n\x10WatchNodeRequest\x12\x1d\n\x15interval_milliseconds\x18\x01 \x01(\r\"\xfd\x01\n\nNodeReport\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.outrider.v1.NodeState\x12\x0c\n\x04mark\x18\x02 \x01(\x04\x12\"\n\x1a\x65xpected_step_microseconds\x18\x03 \x01(\x04\x12\x1d\n\x15step_age_microseconds\x18\x04 \x01(\x04\x12#\n\x04load\x18\x05 \x01(\x0b\x32\x15.outrider.v1.NodeLoad\x12\x13\n\x0bincarnation\x18\x06 \x01(\x0c\x12\x11\n\tnum_steps\x18\x07 \x01(\x04\x12*\n\x08\x61\x64\x61pters\x18\x08 \x01(\x0b\x32\x18.outrider.v1.AdapterList\"5\n\x0b\x41\x64\x61pterList\x12&\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.outrider.v1.Adapter\"\xb1\x02\n\x08NodeLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x03 \x01(\r\x12\x16\n\x0ekv_blocks_free\x18\x04 \x01(\r\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12\x1e\n\x16mean_acceptance_length\x18\x06 \x01(\x01\x12\x1e\n\x16num_outstanding_tokens\x18\x07 \x01(\r\x12\x1a\n\x12num_sequences_free\x18\x08 \x01(\r\x12\x19\n\x11max_rows_per_step\x18\t \x01(\r\x12\x1b\n\x13look_ahead_hit_rate\x18\n \x01(\x01\x12\x1b\n\x13kv_bytes_per_second\x18\x0b \x01(\x01\"[\n\x0eProfileRequest\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12\x18\n\x10num_traced_steps\x18\x02 \x01(\r\x12\x1c\n\x14timeout_milliseconds\x18\x03 \x01(\r\"X\n\x0cProfileChunk\x12.\n\x07summary\x18\x01 \x01(\x0b\x32\x1b.outrider.v1.ProfileSummaryH\x00\x12\x0f\n\x05trace\x18\x02 \x01(\x0cH\x00\x42\x07\n\x05\x63hunk\"\x8e\x02\n\x0eProfileSummary\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\'\n\x05steps\x18\x02 \x03(\x0b\x32\x18.outrider.v1.StepAccount\x12\x18\n\x10num_traced_steps\x18\x03 \x01(\r\x12\x14\n\x0cmicroseconds\x18\x04 \x01(\x04\x12\x11\n\ttimed_out\x18\x05 \x01(\x08\x12\x1a\n\x12kv_bytes_per_token\x18\x06 \x01(\r\x12\x1f\n\x17\x66\x65\x61ture_bytes_per_token\x18\x07 \x01(\r\x12\x0f\n\x07weights\x18\x08 \x01(\t\x12\x1a\n\x12num_longest_tokens\x18\t \x01(\r\x12\x18\n\x10longest_kv_bytes\x18\n \x01(\x04\"\xd8\x01\n\x0bStepAccount\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\x15\n\rnum_sequences\x18\x03 \x01(\r\x12>\n\x0bnanoseconds\x18\x04 \x03(\x0b\x32).outrider.v1.StepAccount.NanosecondsEntry\x12\x1e\n\x16\x65vent_loop_nanoseconds\x18\x05 \x01(\x04\x1a\x32\n\x10NanosecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\xcf\x03\n\x0bNodeService\x12=\n\x07GetNode\x12\x1b.outrider.v1.GetNodeRequest\x1a\x15.outrider.v1.NodeInfo\x12O\n\x0cGetTokenizer\x12 .outrider.v1.GetTokenizerRequest\x1a\x1b.outrider.v1.TokenizerChunk0\x01\x12\x41\n\x05Watch\x12\x1d.outrider.v1.WatchNodeRequest\x1a\x17.outrider.v1.NodeReport0\x01\x12\x43\n\x07Profile\x12\x1b.outrider.v1.ProfileRequest\x1a\x19.outrider.v1.ProfileChunk0\x01\x12P\n\x0bLoadAdapter\x12\x1f.outrider.v1.LoadAdapterRequest\x1a .outrider.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.outrider.v1.UnloadAdapterRequest\x1a\".outrider.v1.UnloadAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,33 +39,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODEINFO']._serialized_start=84
   _globals['_NODEINFO']._serialized_end=320
   _globals['_MODELINFO']._serialized_start=323
-  _globals['_MODELINFO']._serialized_end=649
-  _globals['_FEATUREFORMAT']._serialized_start=651
-  _globals['_FEATUREFORMAT']._serialized_end=731
-  _globals['_REQUESTOPTIONS']._serialized_start=734
-  _globals['_REQUESTOPTIONS']._serialized_end=1203
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=1205
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=1226
-  _globals['_TOKENIZERCHUNK']._serialized_start=1228
-  _globals['_TOKENIZERCHUNK']._serialized_end=1277
-  _globals['_WATCHNODEREQUEST']._serialized_start=1279
-  _globals['_WATCHNODEREQUEST']._serialized_end=1328
-  _globals['_NODEREPORT']._serialized_start=1331
-  _globals['_NODEREPORT']._serialized_end=1584
-  _globals['_ADAPTERLIST']._serialized_start=1586
-  _globals['_ADAPTERLIST']._serialized_end=1639
-  _globals['_NODELOAD']._serialized_start=1642
-  _globals['_NODELOAD']._serialized_end=1947
-  _globals['_PROFILEREQUEST']._serialized_start=1949
-  _globals['_PROFILEREQUEST']._serialized_end=2040
-  _globals['_PROFILECHUNK']._serialized_start=2042
-  _globals['_PROFILECHUNK']._serialized_end=2130
-  _globals['_PROFILESUMMARY']._serialized_start=2133
-  _globals['_PROFILESUMMARY']._serialized_end=2403
-  _globals['_STEPACCOUNT']._serialized_start=2406
-  _globals['_STEPACCOUNT']._serialized_end=2622
-  _globals['_STEPACCOUNT_NANOSECONDSENTRY']._serialized_start=2572
-  _globals['_STEPACCOUNT_NANOSECONDSENTRY']._serialized_end=2622
-  _globals['_NODESERVICE']._serialized_start=2625
-  _globals['_NODESERVICE']._serialized_end=3088
+  _globals['_MODELINFO']._serialized_end=650
+  _globals['_FEATUREFORMAT']._serialized_start=652
+  _globals['_FEATUREFORMAT']._serialized_end=732
+  _globals['_REQUESTOPTIONS']._serialized_start=735
+  _globals['_REQUESTOPTIONS']._serialized_end=1204
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=1206
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=1227
+  _globals['_TOKENIZERCHUNK']._serialized_start=1229
+  _globals['_TOKENIZERCHUNK']._serialized_end=1278
+  _globals['_WATCHNODEREQUEST']._serialized_start=1280
+  _globals['_WATCHNODEREQUEST']._serialized_end=1329
+  _globals['_NODEREPORT']._serialized_start=1332
+  _globals['_NODEREPORT']._serialized_end=1585
+  _globals['_ADAPTERLIST']._serialized_start=1587
+  _globals['_ADAPTERLIST']._serialized_end=1640
+  _globals['_NODELOAD']._serialized_start=1643
+  _globals['_NODELOAD']._serialized_end=1948
+  _globals['_PROFILEREQUEST']._serialized_start=1950
+  _globals['_PROFILEREQUEST']._serialized_end=2041
+  _globals['_PROFILECHUNK']._serialized_start=2043
+  _globals['_PROFILECHUNK']._serialized_end=2131
+  _globals['_PROFILESUMMARY']._serialized_start=2134
+  _globals['_PROFILESUMMARY']._serialized_end=2404
+  _globals['_STEPACCOUNT']._serialized_start=2407
+  _globals['_STEPACCOUNT']._serialized_end=2623
+  _globals['_STEPACCOUNT_NANOSECONDSENTRY']._serialized_start=2573
+  _globals['_STEPACCOUNT_NANOSECONDSENTRY']._serialized_end=2623
+  _globals['_NODESERVICE']._serialized_start=2626
+  _globals['_NODESERVICE']._serialized_end=3089
 # @@protoc_insertion_point(module_scope)

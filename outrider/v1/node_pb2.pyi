@@ -32,7 +32,7 @@ class NodeInfo(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., role: _Optional[_Union[_router_pb2.NodeRole, str]] = ..., state: _Optional[_Union[_router_pb2.NodeState, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., version: _Optional[str] = ..., oldest_protocol_version: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "revision", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "fingerprint", "vocabulary_fingerprint", "proposer", "num_speculative_tokens", "numerics", "features", "weights", "no_blend")
+    __slots__ = ("name", "revision", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "fingerprint", "vocabulary_fingerprint", "proposer", "num_speculative_tokens", "numerics", "features", "weights", "can_blend")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -46,7 +46,7 @@ class ModelInfo(_message.Message):
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
-    NO_BLEND_FIELD_NUMBER: _ClassVar[int]
+    CAN_BLEND_FIELD_NUMBER: _ClassVar[int]
     name: str
     revision: str
     vocab_size: int
@@ -60,8 +60,8 @@ class ModelInfo(_message.Message):
     numerics: str
     features: FeatureFormat
     weights: str
-    no_blend: str
-    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., proposer: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., numerics: _Optional[str] = ..., features: _Optional[_Union[FeatureFormat, _Mapping]] = ..., weights: _Optional[str] = ..., no_blend: _Optional[str] = ...) -> None: ...
+    can_blend: bool
+    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., proposer: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., numerics: _Optional[str] = ..., features: _Optional[_Union[FeatureFormat, _Mapping]] = ..., weights: _Optional[str] = ..., can_blend: bool = ...) -> None: ...
 
 class FeatureFormat(_message.Message):
     __slots__ = ("fingerprint", "width", "dtype", "taps")

@@ -203,6 +203,7 @@ def complete_proto(proto: router_pb2.GenerateRequest, request: Request) -> route
     complete.sampling.seed = request.options.sampling.seed
     complete.sampling.max_tokens = request.options.sampling.max_tokens
     complete.speculation.method = VERIFICATION_METHODS.to_proto(request.options.verification_method)
+    complete.ClearField("blend")
     if request.options.blend is not None:
         complete.blend.CopyFrom(_BLEND.to_proto(request.options.blend))
     if request.options.adapter is not None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.errors import InvalidRequestError, NotSupportedError
-from outrider.node import ModelInfo
+from outrider.errors import InvalidRequestError
 from outrider.request import DEFAULT_RECOMPUTE_SHARE, Blend
 from outrider.v1 import router_pb2
+from router.text.tokenizer import MAX_PIECES
 
 
-def check_blend(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
-    """Checks `blend`, if it is set. Raises: InvalidRequestError; NotSupportedError if the model cannot be blended."""
+MIN_REUSED_TOKENS = 16
+"""Minimum tokens of a piece to reuse: prefix caches hold whole blocks, which usually have 16 tokens."""
+
+
+def check_blend(proto: router_pb2.GenerateRequest) -> None:
+    """Checks `blend`, if it is set. Raises: InvalidRequestError."""
     if not proto.HasField("blend"):
         return
-    if model.no_blend:
-        raise NotSupportedError(f"prompts of {model.name} cannot be blended: {model.no_blend}", field="blend")
     blend, has_tokens = proto.blend, proto.HasField("token_ids")
     lengths, num_tokens = blend.piece_lengths, len(proto.token_ids.ids)
     for is_allowed, field, message in (
@@ -27,6 +29,7 @@ def check_blend(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
             "a separator is required of texts and chats, and not allowed of token_ids",
         ),
         (has_tokens or not lengths, "blend.piece_lengths", "piece_lengths require token_ids"),
+        (len(lengths) <= MAX_PIECES, "blend.piece_lengths", f"a prompt may have at most {MAX_PIECES} pieces"),
         (
             not lengths or (min(lengths) > 0 and sum(lengths) <= num_tokens),
             "blend.piece_lengths",
@@ -38,10 +41,13 @@ def check_blend(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
 
 
 def read_blend(proto: router_pb2.GenerateRequest, piece_lengths: Sequence[int]) -> Blend | None:
-    """Returns how to blend; None if the request does not allow it. `piece_lengths`: of pieces that separators end."""
-    if not proto.HasField("blend"):
-        return None
+    """Returns how to blend; None if the request does not allow it, or no piece after the first is long enough.
+
+    `piece_lengths`: of pieces that separators end.
+    """
     lengths = proto.blend.piece_lengths if proto.HasField("token_ids") else piece_lengths
+    if max(lengths[1:], default=0) < MIN_REUSED_TOKENS:
+        return None
     return Blend(piece_lengths=tuple(lengths), recompute_share=_share(proto.blend))
 
 

@@ -173,7 +173,7 @@ def check_request(
     _check_speculation(proto.speculation)
     _check_resume_window(proto)
     _check_generated(proto, model)
-    check_blend(proto, model)
+    check_blend(proto)
 
 
 def check_prompt(proto: router_pb2.GenerateRequest, token_ids: Sequence[int], model: ModelInfo) -> int:

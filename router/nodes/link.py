@@ -122,6 +122,11 @@ class NodeLink:
         return self.state is NodeState.SERVING
 
     @property
+    def can_blend(self) -> bool:
+        """Whether the node blends prompts (ADR 52)."""
+        return self.info is not None and self.info.model is not None and self.info.model.can_blend
+
+    @property
     def is_connected(self) -> bool:
         """Whether reports arrive, including those of a draining node."""
         return self.report is not None

@@ -254,9 +254,9 @@ class Attempt:
         self._set_timer(on.Timer.GRANT, self.shared.limits.open_timeout_seconds)
 
     def _keeps_received(self) -> bool:
-        """Whether received KV may stay. The next node must have equal numerics, and the prompt must not be scored."""
-        node = self.decode if self.prefill is None else self.prefill
-        return self.prefill_numerics == node.numerics and self.opened.options.prompt_logprobs is None
+        """Whether received KV may stay: the next node has equal numerics, and the prompt is not scored or blended."""
+        node, options = self.decode if self.prefill is None else self.prefill, self.opened.options
+        return self.prefill_numerics == node.numerics and options.prompt_logprobs is None and options.blend is None
 
     def _start_decoding(self) -> None:
         self.state = AttemptState.DECODING

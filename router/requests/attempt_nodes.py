@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -30,6 +31,15 @@ def node_of(link: NodeLink) -> on.Node:
     return on.Node(link.name, link.incarnation, link.numerics)
 
 
+def _for_decode_node(command: OpenSequenceGroup) -> OpenSequenceGroup:
+    """Returns the command that a decode node gets: KV of a blended prompt is shared with no other group."""
+    options = command.options
+    if options.blend is None:
+        return command
+    salt = hashlib.sha256(b"outrider.blend\0" + command.sequence_group_id + options.cache_salt).digest()
+    return replace(command, options=replace(options, blend=None, cache_salt=salt))
+
+
 class AttemptNodes:
     """Passes events of nodes to the machine and performs the machine's instructions on nodes. Owned by the event loop.
 
@@ -47,6 +57,8 @@ class AttemptNodes:
         may_take_over: Callable[[PrefillLink, Demand], bool],
     ) -> None:
         """`fingerprint`: the model's. `may_take_over`: whether another prefill node may take over from a late one."""
+        if place.prefill is None or not place.prefill.can_blend:
+            command = replace(command, options=replace(command.options, blend=None))
         self.place = place
         self.record = record
         self.is_closed = False
@@ -110,7 +122,7 @@ class AttemptNodes:
         decode.add_listener(self._on_decode_change)
         try:
             session = decode.open_session()
-            session.open_group(self._command, self)
+            session.open_group(_for_decode_node(self._command), self)
         except PeerLostError as error:
             self._feed(on.SessionLost(self.id, error))
             return

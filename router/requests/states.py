@@ -165,6 +165,7 @@ class Shared:
             request.prompt_token_ids + (samples[0].generated_token_ids if samples else ()),
             excluded=self.excluded if alongside is None else self.excluded | {alongside.incarnation},
             kv_salt=request.options.kv_salt,
+            num_exact=None if (blend := request.options.blend) is None else blend.piece_lengths[0],
             avoided=self.failures.avoided,
             numerics="" if alongside is None else alongside.numerics,
             is_scored=self.answer.needs_prompt_logprobs,

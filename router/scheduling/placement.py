@@ -36,6 +36,7 @@ class Demand:
     token_ids: tuple[int, ...]  # the prompt and the generated tokens; all except the last need KV
     excluded: frozenset[bytes] = frozenset()  # incarnations of nodes that must not be used
     kv_salt: bytes = b""
+    num_exact: int | None = None  # of a blended prompt: tokens of its first piece, the only ones that are a prefix
     avoided: frozenset[bytes] = frozenset()  # incarnations of nodes that failed this request, used as a last resort
     numerics: str = ""  # required numerics of the decode and prefill node; empty: any
     is_scored: bool = False  # whether prompt logprobs are wanted; few prompt tokens are then computed per step
@@ -59,7 +60,12 @@ class Demand:
     @cached_property
     def prefix_hashes(self) -> list[int]:
         """Hashes of the prefixes, cached because placement reads those of the queue's first request at each report."""
-        return prefix_hashes(self.token_ids, salt=self.kv_salt)
+        return prefix_hashes(self.token_ids[: self.num_exact], salt=self.kv_salt)
+
+    @property
+    def decode_hashes(self) -> list[int]:
+        """Hashes of the prefixes that decode nodes share with other requests."""
+        return self.prefix_hashes if self.num_exact is None else []
 
 
 @dataclass(slots=True, eq=False)
@@ -152,7 +158,7 @@ class Placement:
                 return None
             prefill, num_uncached = chosen
             self._take_prefill(demand, prefill, num_uncached)
-        self._record_choice(decode, demand)
+        self._record_choice(decode, demand.decode_hashes)
         decode.change_room(demand.size, -1)
         decode.num_placed += 1
         self.num_placed += 1
@@ -166,13 +172,13 @@ class Placement:
         return chosen
 
     def _take_prefill(self, demand: Demand, prefill: PrefillLink, num_uncached: int) -> None:
-        self._record_choice(prefill, demand)
+        self._record_choice(prefill, demand.prefix_hashes)
         prefill.num_outstanding_tokens += num_uncached
         prefill.num_scored_tokens += demand.num_scored_tokens
 
-    def _record_choice(self, link: NodeLink, demand: Demand) -> None:
+    def _record_choice(self, link: NodeLink, hashes: Sequence[int]) -> None:
         link.breaker.begin()
-        self._prefixes.remember(demand.prefix_hashes, link.incarnation)
+        self._prefixes.remember(hashes, link.incarnation)
         self._num_chosen += 1
         link.last_choice = self._num_chosen
 
@@ -266,7 +272,7 @@ class Placement:
         usable = [link for link in self._usable_decode(demand) if not (must_be_on_time and link.is_late)]
         free = [link for link in usable if link.incarnation not in reserved and link.has_room(size, now)]
         candidates = _healthiest(free, usable)
-        return min(candidates, key=lambda link: self._decode_cost(link, demand.prefix_hashes), default=None)
+        return min(candidates, key=lambda link: self._decode_cost(link, demand.decode_hashes), default=None)
 
     def _usable_decode(self, demand: Demand) -> list[DecodeLink]:
         return _unless_avoided([link for link in self._nodes.decode_nodes if _can_compute(link, demand)], demand)

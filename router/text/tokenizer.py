@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 BYTES_PER_TOKEN = 4
 """Number of bytes for which each token to be decoded counts in the queue."""
+MAX_PIECES = 1024  # of a blended prompt
 MAX_WAITING_BYTES = 32 << 20
 """Maximum bytes of all waiting texts, which two threads encode in about ten seconds."""
 MAX_CLIENT_BYTES = 8 << 20
@@ -181,10 +182,12 @@ class Tokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def _encode_pieces(self, text: str, separator: str, *, add_special_tokens: bool = False) -> EncodedPrompt:
-        parts = text.split(separator) if separator else [text]
-        if len(parts) == 1:
+        if not separator or separator not in text:
             return EncodedPrompt(self.encode_now(text, add_special_tokens=add_special_tokens))
-        encoded = [self.encode_now(part) for part in parts]
+        if text.count(separator) > MAX_PIECES:
+            message = f"the separator may end at most {MAX_PIECES} pieces"
+            raise InvalidRequestError(message, field="blend.separator")
+        encoded = [self.encode_now(part) for part in text.split(separator)]
         if add_special_tokens:
             before, after = self.special_tokens_around()
             encoded[0], encoded[-1] = before + encoded[0], encoded[-1] + after

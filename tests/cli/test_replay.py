@@ -46,9 +46,9 @@ def decode(router):
 def answered(client, folder, tmp_path):
     """answer(id, …) → (path of the answer's receipt, which `change` may alter; tokens by sample)."""
 
-    def answer(request_id, *, change=None, **options):
+    def answer(request_id, *, prompt=PROMPT, change=None, **options):
         options = {"max_tokens": 12, "temperature": 0.0, "seed": 7} | options
-        result = client.complete(PROMPT, request_id=request_id, **options)
+        result = client.complete(prompt, request_id=request_id, **options)
         fields = wait_for_receipt(folder, request_id)
         if change is not None:
             change(fields)
@@ -218,7 +218,7 @@ def test_answers_that_depend_on_drafts_cannot_be_replayed(replay, answered, deco
 
 
 def test_answers_to_blended_prompts_cannot_be_replayed(replay, answered, decode):
-    path, _ = answered("blended", blend_piece_lengths=[2])
+    path, _ = answered("blended", blend_piece_lengths=[2, 16], prompt=[*range(20)])
     status, out, _ = replay(path)
     assert status == 3
     assert "blended: cannot be replayed: its prompt may have been blended, so that" in out

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from outrider.profile import Capture, ProfileOptions, StartProfile, StepKind
-from outrider.request import Blend, LogprobsRequest, VerificationMethod
+from outrider.request import LogprobsRequest, VerificationMethod
 from outrider.session import Granted, SampleDone, SampleStart, SampleTokens
 from outrider.speculation.draft_tree import DraftTree
 from tests.decode_node.tiny_node import PROMPT, generate
@@ -120,19 +120,6 @@ def test_a_prompt_of_another_tenant_is_not_found_in_the_prefix_cache(make_node):
     granted = [node.find(Granted, group)[0] for group in again]
     assert [(each.held_prefix_length, each.num_tokens_to_compute) for each in granted] == [(0, 33), (32, 1)]
     assert [node.tokens(group) for group in again] == [first, first]
-
-
-def test_kv_of_a_blended_prompt_is_shared_with_no_other_request(make_node):
-    node = make_node()
-    prompt = tuple(range(20, 53))
-    blend = Blend(piece_lengths=(16, 16))
-    exact = generate(node, prompt=prompt)
-    groups = [node.open(prompt=prompt, blend=blend) for _ in range(2)]
-    node.run()
-    groups += [node.open(prompt=prompt, blend=blend), node.open(prompt=prompt)]
-    node.run()
-    assert [node.find(Granted, group)[0].held_prefix_length for group in groups] == [0, 0, 0, 32]
-    assert [node.tokens(group) for group in groups] == [exact] * 4  # this node computes the whole prompt itself
 
 
 @pytest.mark.parametrize("method", VerificationMethod)

@@ -77,8 +77,7 @@ def test_stages_compute_and_hand_over_what_one_process_does_until_one_is_killed(
         assert [each.model.spec.num_layers for each in (one, several)] == [3, 1]
         assert several.kv_cache.planes == one.kv_cache.planes
         assert several.kv_cache.num_blocks == one.kv_cache.num_blocks == 64
-        assert several.model.info.no_blend
-        assert several.model.info == replace(one.model.info, no_blend=several.model.info.no_blend)
+        assert several.model.info == replace(one.model.info, can_blend=False)
         expected = run(one)
         assert_same(several, expected)
         assert everything_of(several) == everything_of(one)

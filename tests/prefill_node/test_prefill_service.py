@@ -351,7 +351,7 @@ def test_pieces_that_cannot_be_blended_are_refused(changes, field):
 
 
 async def test_a_node_that_cannot_blend_computes_exactly(make_rig, monkeypatch):
-    monkeypatch.setitem(globals(), "MODEL", replace(MODEL, no_blend="its model is scripted"))
+    monkeypatch.setitem(globals(), "MODEL", replace(MODEL, can_blend=False))
     async with Serving(make_rig()) as serving:
         await serving.start()
         request = serving.request([*range(20, 60)], options={"blend": {"piece_lengths": [20, 20]}})

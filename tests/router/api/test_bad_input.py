@@ -83,6 +83,7 @@ OTHER_CASES = [
     ({"token_ids": R.TokenIds(ids=[1, 2]), "blend": R.Blend(separator="#")}, "blend.separator"),
     ({"token_ids": R.TokenIds(ids=[1, 2]), "blend": R.Blend(piece_lengths=[2, 1])}, "blend.piece_lengths"),
     ({"token_ids": R.TokenIds(ids=[1, 2]), "blend": R.Blend(piece_lengths=[2, 0])}, "blend.piece_lengths"),
+    ({"text": "#" * 1025, "blend": R.Blend(separator="#")}, "blend.separator"),
     # Ranges are checked before unsupported options.
     ({"resume_window": {"seconds": 1}, "sampling": R.SamplingParams(top_p=0.0)}, "sampling.top_p"),
 ]

@@ -350,3 +350,16 @@ def test_prefixes_are_known_by_whole_chunks_and_by_node():
         prefixes.remember(prefix_hashes(list(range(start, start + PREFIX_CHUNK_TOKENS + 1))), b"a")
     assert len(prefixes._nodes) == 8
     assert prefixes.num_held_tokens(hashes, b"a") == 0, "the least recently used is forgotten"
+
+
+def test_of_a_blended_prompt_only_the_first_piece_is_remembered_and_only_of_prefill_nodes():
+    nodes = Nodes(num_decode_nodes=1, num_prefill_nodes=1)
+    tokens = tuple(range(5 * PREFIX_CHUNK_TOKENS))
+    blended, plain = Demand(tokens, num_exact=2 * PREFIX_CHUNK_TOKENS + 1), Demand(tokens)
+    place = nodes.placement.place(blended)
+    assert place is not None
+    held = [
+        nodes.placement._prefixes.num_held_tokens(plain.prefix_hashes, link.incarnation)
+        for link in (place.prefill, place.decode)
+    ]
+    assert held == [2 * PREFIX_CHUNK_TOKENS, 0]

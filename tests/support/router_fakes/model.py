@@ -77,5 +77,6 @@ def fake_model_info(**changes: Any) -> ModelInfo:
         "proposer": "ngram",
         "num_speculative_tokens": 4,
         "numerics": "exact (fake)",
+        "can_blend": True,
     }
     return ModelInfo(**values | changes)
