@@ -51,7 +51,7 @@ class Reservations:
         clock: Callable[[], float],
         report: Callable[[SequenceGroup, SequenceGroupEvent], None],
     ) -> None:
-        """`timeout_seconds`: maximum time of a transfer without a new frame, or of a reservation without a transfer."""
+        """`timeout_seconds`: maximum time of a transfer without progress, or of a reservation without a transfer."""
         self._ingest = ingest
         self._pool = pool
         self._timeout_seconds = timeout_seconds
@@ -265,7 +265,7 @@ class Reservations:
             filling.undrained_id = transfer_id
 
     def _has_progressed(self, filling: _Filling, now: float) -> bool:
-        """Returns whether a frame came within the timeout; if so, extends the deadline."""
+        """Returns whether a frame or sign of progress came within the timeout; if so, extends the deadline."""
         last = self._ingest.inbox.last_frame_at(filling.transfer_id)
         if last is None or now >= last + self._timeout_seconds:
             return False

@@ -115,11 +115,13 @@ class PrefillLoop:
 
     def step(self) -> None:
         """Runs one iteration. Waits for a command if there is nothing to compute."""
+        if self._blending.work():  # a step of its own
+            self._schedule()
         self.progress.begin()
         self._take_commands()
         self._answer()  # answers jobs whose push has ended
-        plan = self._plan()
-        self._begin(self._tasks[each.key] for each in self._blending.take_admitted(plan.admitted))
+        plan = self._blending.take(self._plan())
+        self._begin(self._tasks[sequence.key] for sequence in plan.admitted)
         needs_logits = any(item.scored_token_ids for item in plan.scheduled)  # the host then waits for the logits
         runs_ahead = self._engine.runner.is_asynchronous and bool(plan.scheduled) and not needs_logits
         was_computing = self._finish_chunks(num_ahead=runs_ahead)
@@ -128,7 +130,7 @@ class PrefillLoop:
             self._finish_chunks(num_ahead=runs_ahead)  # after this, a fully computed job waits only for its push
         else:
             self._turn.give()
-            if not was_computing and not plan.admitted and not self._is_stopped:
+            if not (was_computing or plan.admitted or self._blending.has_work or self._is_stopped):
                 self._wait_for_command()
         self.progress.end()
 
@@ -205,11 +207,12 @@ class PrefillLoop:
 
     def _schedule(self) -> None:
         """Starts the jobs that get a slot."""
-        for task in self._slots.take():
+        for task in self._slots.take(lambda task: task.blend is None or self._blending.task is None):
             if task.reserve_to_read(self._engine.pool):
                 self._start_push(task)  # HeldPrefixRead follows
             elif task.blend is not None:
-                self._blending.add(task)
+                self._start_push(task)
+                self._blending.start(task)
             else:
                 self._scheduler.add(task.sequence)
 
@@ -255,6 +258,7 @@ class PrefillLoop:
             sequence = task.sequence
             task.num_cached_tokens = sequence.num_cached_tokens
             push = task.push or self._start_push(task)
+            task.give_blocks()
             push.offer(range(self._layers.num_layers), 0, sequence.num_computed)
             push.offer(None, 0, sequence.num_computed)
             self.prompt_tokens.set_outstanding(sequence.key, task.num_outstanding_tokens)
@@ -280,14 +284,15 @@ class PrefillLoop:
     def _launch(self, plan: StepPlan, *, runs_ahead: bool) -> None:
         """Launches the forward pass. Publishes its blocks at once, since passes that read them are queued behind it."""
         self._turn.take()
-        if not runs_ahead:
-            self.progress.expect(plan.num_rows)
+        rows = [row for item in plan.scheduled for row in chunk_rows(item, self._tasks.get(item.sequence.key))]
+        if not runs_ahead and (num_rows := sum([len(row.token_ids) for row in rows])):
+            self.progress.expect(num_rows)
         age_before = self.progress.age_seconds()
         fault_point("prefill.chunk")
         self._turn.keep()
         launched_at, continues = time.monotonic(), False
         try:
-            for sequence, logprobs in self._compute(plan):
+            for sequence, logprobs in self._compute(plan, rows):
                 self._tasks[sequence.key].prompt_logprobs.append(pack_logprobs(logprobs))
             self._time.mark(Part.SAMPLING)
             num_ended = sum(item.reaches_end for item in plan.scheduled)
@@ -303,11 +308,8 @@ class PrefillLoop:
         self._chunks.append(Chunk(plan, launched_at, self.progress.age_seconds() - age_before, end))
         self._time.mark(Part.COMMIT)
 
-    def _compute(self, plan: StepPlan) -> Sequence[ScoredSequence]:
+    def _compute(self, plan: StepPlan, rows: Sequence[SequenceRows]) -> Sequence[ScoredSequence]:
         """Runs the forward pass, if there are rows. Returns the requested logprobs."""
-        rows: list[SequenceRows] = []
-        for item in plan.scheduled:
-            rows += chunk_rows(item, self._blending.fill(self._tasks.get(item.sequence.key)))
         if rows:
             logits = self._engine.forward(
                 plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer)
@@ -358,8 +360,7 @@ class PrefillLoop:
         for item in plan.scheduled:
             task = self._tasks.get(item.sequence.key)
             if task is None or task.is_cancelled:
-                if item.reaches_end:
-                    self._blending.read(item.sequence)
+                self._blending.note_computed(item)
                 continue
             add_part(task.chunks, TimedPart(started_at, self._last_end, item.num_rows))
             self.prompt_tokens.set_outstanding(item.sequence.key, task.num_outstanding_tokens)

@@ -54,6 +54,9 @@ class _Available:
         return replace(later, layers=layers) if fits else None
 
 
+_PROGRESS = _Available((), range(0), 0, 0, None)  # nothing is available, but the engine works on the prompt
+
+
 class KvPush:
     """The push of one transfer. `offer`, `finish` and `interrupt` never block.
 
@@ -119,6 +122,14 @@ class KvPush:
                 if planes[0].window:
                     self._blocks.update(self._windows)
                 self._items.put(_Available(planes, layers, start_token, end_token, self._kv_cache.fence()))
+
+    def use_blocks(self, block_ids: Sequence[int]) -> None:
+        """Sets the blocks of a prompt that had none at first. Nothing may have been offered."""
+        self._blocks = ReservedBlocks(self._kv_cache, block_ids)
+
+    def note_progress(self) -> None:
+        """Tells the decode node that the engine works on the prompt."""
+        self._items.put(_PROGRESS)
 
     def finish(self) -> None:
         """Makes the push commit the transfer when everything offered has been sent."""
@@ -221,6 +232,9 @@ class KvPush:
                 else:
                     yield held
                     held = None
+                continue
+            if item is _PROGRESS:
+                sender.keep_alive(has_progressed=True)
                 continue
             joined = held and item and held.joined(item, sender.max_frame_bytes)
             if held is not None and joined is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prefill_node.task import PrefillTask
 
@@ -29,14 +29,21 @@ class PushSlots:
         bisect.insort(self._waiting.setdefault(task.job.call.kv_address, []), _entry(task))
         self.num_waiting += 1
 
-    def take(self) -> Iterator[PrefillTask]:
-        """Yields the tasks that get a slot. Each holds its slot until `leave` is called."""
+    def take(self, may_start: Callable[[PrefillTask], bool] = lambda _task: True) -> Iterator[PrefillTask]:
+        """Yields the tasks that get a slot. Each holds its slot until `leave` is called.
+
+        A task that may not start now is passed by.
+        """
         while True:
             num_free = self._max_pushes - self._num_taken.total()
-            heads = [waiting[0] for address, waiting in self._waiting.items() if self._num_taken[address] < num_free]
-            if not heads:
+            heads = [
+                next((entry for entry in waiting if may_start(entry[2])), None)
+                for address, waiting in self._waiting.items()
+                if self._num_taken[address] < num_free
+            ]
+            task = min(filter(None, heads), default=(0, 0, None))[2]
+            if task is None:
                 return
-            task = min(heads)[2]
             self._remove(task)
             task.has_slot = True
             self._num_taken[task.job.call.kv_address] += 1

@@ -107,9 +107,12 @@ class PrefillTask:
         on_ended: Callable[[PushOutcome], None],
         on_read: Callable[[bool], None],
     ) -> KvPush:
-        """Starts the push of the prompt, for which all blocks are reserved. Its thread calls the callbacks."""
+        """Starts the push of the prompt, for which all blocks are reserved. Its thread calls the callbacks.
+
+        That of a blended prompt starts before, to tell the decode node of progress (`give_blocks`).
+        """
         call, kv = self.job.call, self.sequence.kv
-        assert kv is not None
+        assert kv is not None or self.blend is not None
         self.push = KvPush(
             connector=connector,
             kv_cache=kv_cache,
@@ -122,14 +125,24 @@ class PrefillTask:
                 planes=kv_cache.planes,
             ),
             # The ids do not change later: shared blocks come first, and blocks for the rest of the prompt are reserved.
-            block_ids=kv.block_ids,
-            windows=kv.windows,
+            block_ids=() if kv is None else kv.block_ids,
+            windows=() if kv is None else kv.windows,
             on_ended=on_ended,
-            read_from=kv.num_tokens if self.is_reading else None,
+            read_from=kv.num_tokens if kv is not None and self.is_reading else None,
             on_read=on_read,
         )
         self.push.start()
         return self.push
+
+    def give_blocks(self) -> None:
+        """Gives a blended prompt's push the blocks, before anything is offered."""
+        if self.blend is not None and self.push is not None and self.sequence.kv is not None:
+            self.push.use_blocks(self.sequence.kv.block_ids)
+
+    def note_progress(self) -> None:
+        """Tells the decode node that work on a blended prompt goes on, although there is no KV to push yet."""
+        if self.push is not None:
+            self.push.note_progress()
 
     def end_reading(self, *, has_read: bool) -> None:
         """Ends reading: the push writes no more blocks. The tokens read are valid only if all arrived (`has_read`)."""
@@ -200,15 +213,15 @@ class Chunk(NamedTuple):
     end: Any  # the cache's fence after the chunk if a device computes asynchronously; None if already computed
 
 
-def chunk_rows(item: Scheduled, blend: BlendPlan | None = None) -> Iterator[SequenceRows]:
-    """Yields the chunk's rows, with logits if prompt logprobs are requested.
+def chunk_rows(item: Scheduled, task: PrefillTask | None) -> Iterator[SequenceRows]:
+    """Yields the chunk's rows, with logits if prompt logprobs are requested. `task`: None: a piece, see `Blending`.
 
     Of a blended prompt, each range of consecutive tokens to compute forms rows of its own.
     """
     sequence = item.sequence
     assert sequence.kv is not None
     start, end = sequence.num_computed, sequence.num_computed + item.num_rows
-    for run in (range(start, end),) if blend is None else blend.runs(start, end):
+    for run in (range(start, end),) if task is None or task.blend is None else task.blend.runs(start, end):
         yield SequenceRows(
             token_ids=sequence.token_ids[run.start : run.stop],
             start_position=run.start,

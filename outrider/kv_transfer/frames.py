@@ -36,7 +36,7 @@ MAX_OTHER_BYTES = 4096
 """Maximum size of any other message, in bytes. It is low, as many small fields take much more memory when parsed."""
 
 CANCEL = KvSenderMessage(cancel=KvCancel()).SerializeToString()
-ALIVE = KvSenderMessage(alive=KvAlive()).SerializeToString()
+ALIVE, PROGRESS = (KvSenderMessage(alive=KvAlive(has_progressed=has)).SerializeToString() for has in (False, True))
 NOT_HELD = KvReceiverMessage(not_held=KvNotHeld()).SerializeToString()
 
 _PREFIX = struct.Struct("<BII")

@@ -92,7 +92,7 @@ class _Transfer:
     readable_bytes: int = field(init=False)  # bytes of KV before `spec.start_token` that the sender may still read
     payload_bytes: int = 0
     first_frame_at: float | None = None
-    last_frame_at: float | None = None
+    last_frame_at: float | None = None  # or last sign of progress
 
     def __post_init__(self) -> None:
         self.coverage = Coverage(self.spec)
@@ -175,7 +175,9 @@ class TransferInbox:
         return self._find(transfer_id) is not None or self.was_committed(transfer_id)
 
     def last_frame_at(self, transfer_id: bytes) -> float | None:
-        """Returns the time of the last new frame, by this inbox's clock; None if there was none, or after `close`."""
+        """Returns the time of the last new frame or sign of progress, by this inbox's clock; None if there was none, or
+        after `close`.
+        """
         transfer = self._find(transfer_id)
         return None if transfer is None else transfer.last_frame_at
 
@@ -202,6 +204,12 @@ class TransferInbox:
                 return AttachState.BUSY
             transfer.is_attached = True
             return AttachState.ATTACHED
+
+    def note_progress(self, transfer_id: bytes) -> None:
+        """Notes that the sender's engine works on the prompt, although it has no frame yet."""
+        if (transfer := self._find(transfer_id)) is not None:
+            with transfer.changed:
+                transfer.last_frame_at = self._clock()
 
     def accept(self, header: FrameHeader, payload: Payload) -> Disposition:
         """Checks a frame and writes it. The payload must not change during the call."""

@@ -94,6 +94,8 @@ class ReceiverStream:
                 result = self._inbox.commit(self.transfer_id, message.commit.digest, connector=self._connector)
                 answer = KvCommitAnswer(state=_on_wire(result.state), complete_until=result.complete_until)
                 return KvReceiverMessage(commit_answer=answer)
+            case "alive" if message.alive.has_progressed:
+                self._inbox.note_progress(self.transfer_id)
             case "cancel":
                 self._inbox.fail(self.transfer_id, "cancelled by the sender")
                 drain = self._inbox.wait_until_drained(self.transfer_id, timeout_seconds=DRAIN_SECONDS)

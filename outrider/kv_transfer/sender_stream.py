@@ -18,6 +18,7 @@ from outrider.kv_transfer.frames import (
     ALIVE,
     CANCEL,
     METHOD,
+    PROGRESS,
     WIRE_VERSION,
     Frame,
     MalformedMessageError,
@@ -151,10 +152,13 @@ class SenderStream:
             raise AbortedError(f"KV receiver {self.address} does not hold the requested KV", reason="NOT_HELD")
         return held
 
-    def keep_alive(self) -> None:
-        """Tells the receiver that this idle sender is alive. Raises: PeerLostError, AbortedError."""
+    def keep_alive(self, *, has_progressed: bool = False) -> None:
+        """Tells the receiver that this idle sender is alive. Raises: PeerLostError, AbortedError.
+
+        `has_progressed`: whether work on the prompt goes on, which extends the receiver's timeout as a frame does.
+        """
         self.raise_if_ended()
-        self._outgoing.put(ALIVE)
+        self._outgoing.put(PROGRESS if has_progressed else ALIVE)
 
     def commit(self, digest: int) -> CommitResult:
         """Requests the commit. The request arrives after all frames, so its answer acknowledges them all.

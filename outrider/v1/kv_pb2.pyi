@@ -140,5 +140,7 @@ class KvCancelled(_message.Message):
     def __init__(self, is_drained: bool = ...) -> None: ...
 
 class KvAlive(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("has_progressed",)
+    HAS_PROGRESSED_FIELD_NUMBER: _ClassVar[int]
+    has_progressed: bool
+    def __init__(self, has_progressed: bool = ...) -> None: ...

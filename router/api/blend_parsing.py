@@ -9,7 +9,6 @@ from outrider.request import DEFAULT_RECOMPUTE_SHARE, Blend
 from outrider.v1 import router_pb2
 from router.text.tokenizer import MAX_PIECES
 
-
 MIN_REUSED_TOKENS = 16
 """Minimum tokens of a piece to reuse: prefix caches hold whole blocks, which usually have 16 tokens."""
 

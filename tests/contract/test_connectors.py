@@ -17,6 +17,7 @@ from outrider.kv_transfer.connectors import Connector
 from tests.kv_transfer.conftest import Peers, RecordingSink
 from tests.support.fake_cuda_driver import device_rows, fake_shared_gpu
 from tests.support.in_memory_connector import InMemoryConnector
+from tests.support.waiting import wait_for
 
 FRAME_BYTES = 16 * 1024
 WAIT_SECONDS = 60.0
@@ -203,6 +204,17 @@ def test_an_interrupted_sender_ends_at_once(link):
     with pytest.raises(AbortedError):
         sender.commit()
     assert sender.cancel() is DrainState.DRAINED
+
+
+def test_progress_without_frames_is_noted_and_that_of_an_idle_sender_is_not(link):
+    spec, _, sender = link.begin()
+    inbox = getattr(link.receiver, "inbox", link.receiver)
+    sender.keep_alive()
+    assert inbox.last_frame_at(spec.transfer_id) is None
+    sender.keep_alive(has_progressed=True)
+    wait_for(lambda: inbox.last_frame_at(spec.transfer_id) is not None)
+    put_all(sender, frames_of(spec))
+    assert sender.commit().state is CommitState.COMMITTED
 
 
 def test_a_refused_frame_ends_the_sender_at_once(link):

@@ -207,6 +207,19 @@ def test_the_deadline_of_a_transfer_follows_its_frames(node):
     assert "no KV arrived for 60 s" in failed.message
 
 
+def test_the_deadline_of_a_transfer_follows_signs_of_progress_before_its_frames(node):
+    group_id = node.open(prompt=PROMPT)
+    node.granted(group_id)
+    for _ in range(3):
+        node.clock.advance(node.transfer_timeout_seconds - 1.0)
+        node.ingest.inbox.note_progress(group_id[::-1])
+        node.iterate()
+        assert not node.find(KvFailed, group_id)
+    node.clock.advance(node.transfer_timeout_seconds)
+    node.iterate()
+    assert node.find(KvFailed, group_id)
+
+
 def test_a_reservation_that_nobody_fills_is_given_up(node):
     group_id = node.open(prompt=PROMPT)
     node.granted(group_id)

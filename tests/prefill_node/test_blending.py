@@ -31,7 +31,7 @@ from tests.prefill_node.conftest import job_of
 from tests.support.in_memory_connector import InMemoryConnector
 from tests.support.pool_integrity import check_pool
 from tests.support.tiny_model import make_tiny_model
-from tests.support.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
 BLOCK_SIZE = 16
 LENGTHS = (40, 50, 9, 70)
@@ -54,7 +54,7 @@ def model(tmp_path_factory):
 class Rig:
     """A prefill loop in its thread, and a decode node's cache."""
 
-    def __init__(self, model, *, num_blocks=64, max_rows_per_step=32):
+    def __init__(self, model, *, num_blocks=64, max_rows_per_step=32, max_pushes=64):
         cache = model.make_cache(num_blocks, BLOCK_SIZE)
         self.pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, hash_seed=b"seed")
         scheduler = Scheduler(
@@ -72,6 +72,7 @@ class Rig:
             frame_bytes=8192,
             profiler=StepProfiler(engine.clock, engine.runner.phases),
             emit=self.emit,
+            max_pushes=max_pushes,
         )
         self.thread = threading.Thread(target=self.loop.run)
 
@@ -99,6 +100,14 @@ class Rig:
         job = job_of(next(self.ids), tokens, address="decode:1", **ids, **options)
         self.loop.submit(job)
         return job, blocks
+
+    def step_until(self, is_reached):
+        """Runs the loop in this thread, before its own one starts, until something is so."""
+        for _ in range(100):
+            if is_reached():
+                return
+            self.loop.step()
+        pytest.fail("it was not reached")
 
     def result(self, job):
         with self.changed:
@@ -230,3 +239,58 @@ def test_cancelled_jobs_leave_nothing(model):
         figures = rig.result(jobs[2])
     assert figures.num_blended_tokens > 0
     assert not {job.job_id for job in jobs[:2]} & rig.ended.keys()
+
+
+def test_the_decode_node_hears_of_progress_while_pieces_are_computed(model):
+    rig = Rig(model)
+    job, _ = rig.submit(TOKENS, blend=blend())
+    rig.loop.step()
+    wait_for(lambda: rig.inbox.last_frame_at(job.call.transfer_id) is not None)
+    transfer = rig.inbox._find(job.call.transfer_id)
+    assert transfer.first_frame_at is None, "no KV can be sent yet"
+    for _ in range(3):
+        last = transfer.last_frame_at
+        rig.step_until(lambda last=last: transfer.last_frame_at != last or transfer.first_frame_at)
+    with rig:
+        rig.result(job)
+
+
+def test_parts_of_the_work_are_steps_of_their_own_and_expected_by_what_they_compute(model, monkeypatch):
+    rig = Rig(model, max_rows_per_step=200)
+    progress, steps = rig.loop.progress, []
+    begin, expect = progress.begin, progress.expect
+    monkeypatch.setattr(progress, "begin", lambda: (steps.append([]), begin()))
+    monkeypatch.setattr(progress, "expect", lambda num_rows: (steps[-1].append(num_rows), expect(num_rows)))
+    job, _ = rig.submit(TOKENS, blend=blend(0.0))
+    with rig:
+        rig.result(job)
+    first_layers = -(-(sum(LENGTHS[:3]) + 64) // 2)  # all tokens up to the last reused one, in 2 of 4 layers
+    expected = [NUM_REUSED, first_layers, len(TOKENS) - NUM_REUSED]
+    assert [rows for rows in steps if rows] == [[num_rows] for num_rows in expected]
+
+
+def test_other_prompts_are_computed_between_parts_of_the_work(model):
+    rig = Rig(model)
+    job, _ = rig.submit(TOKENS, blend=blend())
+    rig.loop.step()
+    rig.step_until(lambda: rig.loop._tasks[job.job_id].sequence.kv is not None)
+    other, _ = rig.submit(TOKENS[:20])
+    rig.loop.step()
+    rig.step_until(lambda: rig.loop._tasks[other.job_id].compute_ended_at is not None)
+    assert rig.loop._tasks[job.job_id].blend.computed is None
+    with rig:
+        rig.result(job)
+
+
+def test_blended_prompts_that_wait_hold_no_slots_and_go_by_priority(model):
+    rig = Rig(model, max_pushes=3)
+    jobs = [rig.submit(TOKENS, blend=blend(), priority=priority)[0] for priority in (0, 0, 1, 0)]
+    plain, _ = rig.submit(TOKENS[:20])
+    rig.loop._take_commands()
+    assert [rig.loop._tasks[job.job_id].has_slot for job in (*jobs, plain)] == [True, False, False, False, True]
+    rig.step_until(lambda: rig.loop._tasks[jobs[0].job_id].blend.computed is not None)
+    rig.loop.step()
+    assert rig.loop._blending.task is rig.loop._tasks[jobs[2].job_id]
+    with rig:
+        for job in (*jobs, plain):
+            rig.result(job)

@@ -81,8 +81,10 @@ class InMemorySender:
             check_fetched(Frame(sequence=0, header=held[0], offset=0, payload=held[1]), self._spec, region)
             write(region, held[1])
 
-    def keep_alive(self) -> None:
+    def keep_alive(self, *, has_progressed: bool = False) -> None:
         self._raise_if_ended()
+        if has_progressed:
+            self._inbox.note_progress(self._spec.transfer_id)
 
     def commit(self) -> CommitResult:
         self._raise_if_ended()
