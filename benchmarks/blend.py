@@ -67,20 +67,20 @@ class BlendedPrompts:
         """Returns the logits of the last `num_last` tokens: [num_last, vocab_size] float32."""
         task = self._task(tokens, Blend(piece_lengths=tuple(lengths), recompute_share=share))
         progress = StepProgress()
-        progress.begin()
         turn = PrefillTurn(CpuTurns(), self._engine.clock, progress, num_layers=1)
         blending, sequence, found = Blending(self._engine, turn, progress), task.sequence, []
         sequence.num_cacheable = min(sequence.num_cacheable, len(tokens) - num_last)
         if task.blend is None:
             self._scheduler.add(sequence)
         else:
-            blending.add(task)
+            blending.start(task)
         while sequence.kv is None or sequence.num_uncomputed:
-            plan = self._scheduler.plan()
-            blending.take_admitted(plan.admitted)
+            while blending.has_work:
+                blending.work()
+            plan = blending.take(self._scheduler.plan())
             for item in plan.scheduled:
                 own = task if item.sequence is sequence else None
-                rows = list(chunk_rows(item, blending.fill(own)))
+                rows = list(chunk_rows(item, own))
                 if own is not None:
                     rows = [with_logits(each, len(tokens) - num_last) for each in rows]
                 if rows:
@@ -89,8 +89,7 @@ class BlendedPrompts:
                 assert kv is not None
                 kv.advance(kv.num_tokens + item.num_rows)
                 kv.publish(item.sequence.token_ids if own is None else own.publishable_token_ids)
-                if item.reaches_end:
-                    blending.read(item.sequence)
+                blending.note_computed(item)
         self._scheduler.remove(sequence)
         return np.concatenate(found)[-num_last:]
 

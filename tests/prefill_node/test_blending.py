@@ -283,7 +283,7 @@ def test_other_prompts_are_computed_between_parts_of_the_work(model):
 
 
 def test_blended_prompts_that_wait_hold_no_slots_and_go_by_priority(model):
-    rig = Rig(model, max_pushes=3)
+    rig = Rig(model, max_pushes=5)
     jobs = [rig.submit(TOKENS, blend=blend(), priority=priority)[0] for priority in (0, 0, 1, 0)]
     plain, _ = rig.submit(TOKENS[:20])
     rig.loop._take_commands()
