@@ -1,0 +1,77 @@
+"""Native layers with linear attention by the gated delta rule (see outrider.engine.linear_attention)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from outrider.engine.attention.transformers_hook import STEP_ARGUMENT
+from outrider.engine.cpu_kernels.interface import address_of, structures
+from outrider.engine.cpu_kernels.operators import delta_rule
+from outrider.engine.input_batch import InputBatch
+from outrider.engine.kv_cache.array_plane import Words
+from outrider.engine.kv_cache.state_table import StateSteps
+from outrider.engine.linear_attention import DeltaLayer, LinearStep
+
+if TYPE_CHECKING:
+    from outrider.engine.cpu_kernels.modules import NativeLayers
+    from outrider.engine.linear import MakeLinear
+
+_NO_STATES = StateSteps(0, -1)
+
+
+class NativeDeltaRule(nn.Module):
+    """Takes the place of a model's layer with linear attention."""
+
+    def __init__(self, owner: NativeLayers, layer: DeltaLayer, make_linear: MakeLinear) -> None:
+        super().__init__()
+        self._owner = owner
+        self._index = layer.index
+        self._rows, self._gates = make_linear(layer.rows, None), make_linear(layer.gates, None)
+        self._output = make_linear(layer.output, None)
+        self._arrays = [
+            values.numpy() for values in (layer.convolution, layer.decay, layer.time_bias, layer.norm)
+        ]  # owns what the structure points to
+        self._struct = structures.OutriderDeltaRule(
+            layer.num_key_heads, layer.num_value_heads, layer.key_dim, layer.value_dim, len(layer.convolution),
+            *map(address_of, self._arrays), layer.epsilon, layer.beta_scale,
+        )  # fmt: skip
+
+    def forward(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
+        """Maps [1, num_rows, hidden_size] to the same shape."""
+        step: LinearStep = arguments[STEP_ARGUMENT]
+        rows, gates = self._rows(hidden_states)[0], self._gates(hidden_states)[0]
+        output: Tensor = self._output(step.apply_delta_rule(self._index, self, rows, gates))
+        return output.unsqueeze(0)
+
+    def compute(self, batch: Any, steps: StepStates, rows: Tensor, states: Words, gates: Tensor) -> Tensor:
+        """Advances the states by a step, and returns its outputs in the shape of `gates`.
+
+        Args:
+            batch: the step, as NativeAttention.prepare returns it for the layers' group.
+            steps: which states the step reads and writes.
+            rows: the layer's stored rows, [num_slots, row_width], which have the step's own.
+            states: the layer's stored states, [num_states, num_heads, state_size] float32.
+            gates: [num_rows, num_heads * value_dim].
+        """
+        output = torch.empty_like(gates)
+        kernels, workspace = self._owner.kernels, self._owner.workspace
+        delta_rule(kernels, workspace, self._struct, batch, steps.struct, rows, states, gates, output)
+        return output
+
+
+class StepStates:
+    """The states of a batch's sequences in the kernel's format, and the memory that it points to."""
+
+    def __init__(self, batch: InputBatch) -> None:
+        sequences: Sequence[StateSteps] = [each or _NO_STATES for each in batch.states] or [_NO_STATES] * batch.num_seqs
+        positions, slots = ([each[field] for each in sequences] for field in range(2))
+        ends = accumulate(len(each.stores) for each in sequences)
+        stores = chain.from_iterable(chain.from_iterable(each.stores for each in sequences))
+        self._arrays = [np.array([*values], dtype=np.int64) for values in (positions, slots, (0, *ends), stores)]
+        self.struct = structures.OutriderStateSteps(*map(address_of, self._arrays))
