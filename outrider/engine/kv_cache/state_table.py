@@ -31,12 +31,13 @@ class StateTable:
     draft changes no state, and forks share states. `SequenceKV` owns the table and says how many tokens are valid.
     """
 
-    __slots__ = ("_kept", "_slots", "_spare", "pool")
+    __slots__ = ("_expected", "_kept", "_slots", "_spare", "pool")
 
     def __init__(self, pool: StatePool) -> None:
         self.pool = pool
         self._slots: dict[int, int] = {}  # by position
         self._spare: list[int] = []  # slots for states to come
+        self._expected = 0  # number of tokens with which the state arrives, if one has been expected
         self._kept = 0  # position of the last state that was given back to be kept for later prompts
 
     @property
@@ -71,16 +72,19 @@ class StateTable:
         their step writes. Returns nothing to copy.
         """
         newest = self._newest(num_valid)
-        self._give_back(position for position in tuple(self._slots) if position != newest)
+        self._give_back([position for position in self._slots if position != newest])
+        self._expected = 0
         num_spare = _NUM_SLOTS - len(self._slots) if num_tokens > num_valid else 0
         self.pool.release(self._spare[num_spare:])
         del self._spare[num_spare:]
-        self._spare += self.pool.allocate(num_spare - len(self._spare))
+        if num_spare > len(self._spare):
+            self._spare += self.pool.allocate(num_spare - len(self._spare))
         return []
 
     def expect(self, num_tokens: int) -> None:
         """Reserves a slot for the state that arrives from elsewhere: that of a sequence of `num_tokens` tokens."""
         self.free()
+        self._expected = num_tokens
         if position := last_border(num_tokens):
             (self._slots[position],) = self.pool.allocate(1)
 
@@ -133,18 +137,19 @@ class StateTable:
         """Returns a second table with the states after at most `num_tokens` tokens."""
         other = StateTable(self.pool)
         other._slots = {position: slot for position, slot in self._slots.items() if position <= num_tokens}
-        other._kept = self._kept
+        other._kept, other._expected = self._kept, self._expected
         self.pool.acquire(other._slots.values())
         return other
 
     def free(self) -> None:
         """Gives back all slots. The table is empty afterwards."""
         self.pool.release([*self._spare, *reversed(self._slots.values())])
-        self._slots, self._spare, self._kept = {}, [], 0
+        self._slots, self._spare, self._kept, self._expected = {}, [], 0, 0
 
     def _newest(self, num_tokens: int) -> int:
         """Returns the position of the last state after at most `num_tokens` tokens; 0: there is none."""
-        return max((position for position in self._slots if position <= num_tokens), default=0)
+        there = self._slots if num_tokens >= self._expected else ()
+        return max((position for position in there if position <= num_tokens), default=0)
 
     def _give_back(self, positions: Iterable[int]) -> None:
         for position in positions:
