@@ -60,13 +60,16 @@ class DeltaLayer:
     @classmethod
     def of(cls, module: Any) -> DeltaLayer:
         """Takes the weights of transformers' module."""
-        sizes = [getattr(module, name) for name in _SIZES]
-        *rows, gates = _projections(module, *sizes)
+        num_key_heads, num_heads, key_dim, value_dim = (getattr(module, name) for name in _SIZES)
+        *rows, gates = _projections(module, num_key_heads, num_heads, key_dim, value_dim)
         norm = module.norm if hasattr(module, "norm") else module.o_norm
         output = module.out_proj if hasattr(module, "out_proj") else module.o_proj
         return cls(
-            module.layer_idx,
-            *sizes,
+            index=module.layer_idx,
+            num_key_heads=num_key_heads,
+            num_value_heads=num_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
             rows=torch.cat(rows),
             gates=gates,
             output=output.weight.detach(),

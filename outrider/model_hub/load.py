@@ -195,7 +195,7 @@ def _load_modules(source: _Source) -> tuple[_Source, RunnableModel]:
         nn.Module.to(model, TORCH_DTYPES[dtype])  # in place
         spec = replace(spec, dtype=dtype)
     if spec.linear is not None and source.kernels.library is None:
-        raise ModelError(f"{spec.architecture} has linear attention, which only native kernels compute, on a CPU")
+        raise ModelError(f"{spec.architecture} has linear attention, which only native kernels compute")
     check_deterministic(config, device, source.kernels)
     quantise = source.weights.rounded_to
     if quantise:

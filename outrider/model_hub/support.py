@@ -77,8 +77,10 @@ def check_config(config: PretrainedConfig, device: str) -> None:
         raise ModelError(f"{name} is an encoder-decoder: only decoders that continue a text can be served")
     text_config = config.get_text_config(decoder=True)
     unknown = set(getattr(text_config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
-    if hasattr(text_config, _OF_DELTA_RULE):
-        unknown -= {"linear_attention"}
+    if hasattr(text_config, _OF_DELTA_RULE) and "linear_attention" in unknown:
+        if device_type(device) != "cpu":
+            raise ModelError(f"{name} has linear attention, which only CPUs compute: set model.device to cpu")
+        unknown.remove("linear_attention")
     if unknown:
         raise ModelError(f"{name} has layers of type {', '.join(sorted(unknown))}, which keep no plain K and V")
     if getattr(text_config, "num_kv_shared_layers", 0):
