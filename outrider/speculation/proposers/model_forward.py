@@ -110,9 +110,7 @@ def open_draft_model(
     with loading_turn([resolve_device(config.device)], progress):
         model = open_model(config, progress=progress)
         if model.spec.linear is not None:
-            raise ConfigError(
-                f"{model.info.name} cannot draft: its linear attention has no states of drafts to go back to"
-            )
+            raise ConfigError(f"{model.spec.architecture} has linear attention, which draft models must not have")
         forward = ModelForward.of(
             model,
             kv_cache=kv_cache,
