@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from outrider.engine.kv_cache.planes import LinearAttention
 
-MAX_KERNEL = 8
-"""Maximum number of tokens in the window of the convolution (OUTRIDER_MAX_KERNEL of the kernel)."""
+MAX_KERNEL, DIM_STEP = 8, 16
+"""Maximum number of tokens in the window of the convolution (OUTRIDER_MAX_KERNEL of the kernel), and the number of
+which dimensions of heads are multiples."""
 _FORMS = (
     ("in_proj_qkvz", "in_proj_ba"),  # Qwen3-Next: the parts of each key head together
     ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z"),  # Qwen 3.5
@@ -114,7 +115,8 @@ def _is_delta_layer(module: Any) -> bool:
     linears = [getattr(module, name) for name in names]
     has_bias = module.conv1d.bias is not None or any(getattr(each, "bias", None) is not None for each in linears)
     is_plain = bool(linears) and all(type(each) is nn.Linear for each in linears) and not has_bias
-    return is_plain and module.activation == "silu" and module.conv_kernel_size <= MAX_KERNEL
+    has_sizes = not (module.head_k_dim % DIM_STEP or module.head_v_dim % DIM_STEP)
+    return is_plain and has_sizes and module.activation == "silu" and module.conv_kernel_size <= MAX_KERNEL
 
 
 def _projections(module: Any, num_key_heads: int, num_heads: int, key_dim: int, value_dim: int) -> Sequence[Tensor]:

@@ -127,7 +127,7 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
     if sorted((*recorded, *of_linear)) != list(range(config.num_hidden_layers)) or not recorded:
         raise ModelError(
             f"{name} has {config.num_hidden_layers} layers and attends in {len(recorded)}: each must keep plain "
-            f"K and V for each token, which state-space and recurrent layers do not"
+            f"K and V for each token, which state-space and recurrent layers do not, or be a plain gated delta rule"
         )
     layers = [recorded[layer][1] for layer in sorted(recorded)]
     layer_types = getattr(config, "layer_types", None) or ()

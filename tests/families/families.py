@@ -135,7 +135,7 @@ HYBRID = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
+    "linear_value_head_dim": 32,
 }
 SHARED = {"n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 16}
 

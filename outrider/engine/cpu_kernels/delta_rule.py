@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from outrider.engine.attention.transformers_hook import STEP_ARGUMENT
 from outrider.engine.cpu_kernels.interface import address_of, structures
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.cpu_kernels.operators import delta_rule
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.array_plane import Words
 from outrider.engine.kv_cache.state_table import StateSteps
+from outrider.engine.linear import MakeLinear
 from outrider.engine.linear_attention import DeltaLayer, LinearStep
-
-if TYPE_CHECKING:
-    from outrider.engine.cpu_kernels.modules import NativeLayers
-    from outrider.engine.linear import MakeLinear
 
 _NO_STATES = StateSteps(0, -1)
 
@@ -28,9 +26,9 @@ _NO_STATES = StateSteps(0, -1)
 class NativeDeltaRule(nn.Module):
     """Takes the place of a model's layer with linear attention."""
 
-    def __init__(self, owner: NativeLayers, layer: DeltaLayer, make_linear: MakeLinear) -> None:
+    def __init__(self, kernels: CpuKernels, workspace: Workspace, layer: DeltaLayer, make_linear: MakeLinear) -> None:
         super().__init__()
-        self._owner = owner
+        self._kernels, self._workspace = kernels, workspace
         self._index = layer.index
         self._rows, self._gates = make_linear(layer.rows, None), make_linear(layer.gates, None)
         self._output = make_linear(layer.output, None)
@@ -42,11 +40,10 @@ class NativeDeltaRule(nn.Module):
             *map(address_of, self._arrays), layer.epsilon, layer.beta_scale,
         )  # fmt: skip
 
-    def forward(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
-        """Maps [1, num_rows, hidden_size] to the same shape."""
-        step: LinearStep = arguments[STEP_ARGUMENT]
+    def forward(self, hidden_states: Tensor, *, outrider_step: LinearStep, **_others: Any) -> Tensor:
+        """Maps [1, num_rows, hidden_size] to the same shape. `outrider_step`: the STEP_ARGUMENT of the forward."""
         rows, gates = self._rows(hidden_states)[0], self._gates(hidden_states)[0]
-        output: Tensor = self._output(step.apply_delta_rule(self._index, self, rows, gates))
+        output: Tensor = self._output(outrider_step.apply_delta_rule(self._index, self, rows, gates))
         return output.unsqueeze(0)
 
     def compute(self, batch: Any, steps: StepStates, rows: Tensor, states: Words, gates: Tensor) -> Tensor:
@@ -60,8 +57,7 @@ class NativeDeltaRule(nn.Module):
             gates: [num_rows, num_heads * value_dim].
         """
         output = torch.empty_like(gates)
-        kernels, workspace = self._owner.kernels, self._owner.workspace
-        delta_rule(kernels, workspace, self._struct, batch, steps.struct, rows, states, gates, output)
+        delta_rule(self._kernels, self._workspace, self._struct, batch, steps.struct, rows, states, gates, output)
         return output
 
 

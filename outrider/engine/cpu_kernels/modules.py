@@ -154,7 +154,8 @@ class NativeLayers:
             weight.data = torch.from_numpy(rounded).to(weight.dtype)
         absorb_projections(model, partial(NativeProjections, self))
         for parent, name, module in list(delta_layers(model)):
-            setattr(parent, name, NativeDeltaRule(self, DeltaLayer.of(module), partial(NativeLinear, self)))
+            layer, make_linear = DeltaLayer.of(module), partial(NativeLinear, self)
+            setattr(parent, name, NativeDeltaRule(self.kernels, self.workspace, layer, make_linear))
         replace_linear_layers(model, partial(NativeLinear, self))
         replace_norms(model, partial(NativeRMSNorm, self))
         kinds: tuple[Any, ...] = tuple(ACT2CLS.values())

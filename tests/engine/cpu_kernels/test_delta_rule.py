@@ -28,7 +28,7 @@ MODULES = {
 }
 SIZES = {
     "usual": {},
-    "odd": {"linear_key_head_dim": 10, "linear_value_head_dim": 13, "linear_conv_kernel_dim": 3},
+    "odd": {"linear_key_head_dim": 48, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 3},
     "wide": {"linear_key_head_dim": 32, "linear_value_head_dim": 80, "linear_num_key_heads": 4},
 }
 

@@ -197,8 +197,8 @@ OUTRIDER_API OutriderStatus outrider_paged_attention(OutriderTeam* team, Outride
 struct OutriderDeltaRule {
   int64_t num_key_heads;
   int64_t num_value_heads;   // a multiple of num_key_heads
-  int64_t key_dim;
-  int64_t value_dim;
+  int64_t key_dim;           // a multiple of 16
+  int64_t value_dim;         // same
   int64_t kernel_size;       // of the convolution; at most OUTRIDER_MAX_KERNEL
   const float* convolution;  // [kernel_size, channels]
   const float* decay;        // [num_value_heads]
