@@ -199,7 +199,7 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
     paths: dict[int, list[int]] = {}  # places in `slots`, by row
     num_rows = 0
     has_adapters = False
-    for index, (tokens, start, block_ids, num_logits, parents, adapter, *_) in enumerate(rows):
+    for index, (tokens, start, block_ids, num_logits, parents, adapter, _, _) in enumerate(rows):
         num = len(tokens)
         end = start + num
         used = -(-end // block_size)

@@ -31,13 +31,13 @@ class SequenceKV:
         "_hashes",
         "_owns_tail",
         "_pool",
-        "_state",
         "_table",
         "_window_tables",
         "block_ids",
         "is_copying",
         "num_cached_tokens",
         "num_tokens",
+        "state",
         "windows",
     )
 
@@ -54,7 +54,7 @@ class SequenceKV:
         self.num_tokens = 0
         self.num_cached_tokens = 0  # number of tokens taken from the prefix cache at creation
         self.windows: tuple[GroupTable, ...] = ()
-        self._state: StateTable | None = None
+        self.state: StateTable | None = None
         self._window_tables: tuple[WindowTable, ...] = ()
         if pool.windows:
             self._set_windows([_table_of(each) for each in pool.windows])
@@ -76,7 +76,7 @@ class SequenceKV:
         need not be in the cache. No row may be computed before it has arrived.
         """
         kv = cls(pool, cache_salt=cache_salt)
-        if kv._state is not None:  # a row must be computed that needs the state of `last_border`
+        if kv.state is not None:  # a row must be computed that needs the state of `last_border`
             max_cached_tokens = min(max_cached_tokens, len(token_ids) - 1)
         kv.block_ids = pool.match_prefix(token_ids, max_tokens=max_cached_tokens, hashes=kv._hashes)
         if kv.windows and kv.block_ids and not windows_arrive:
@@ -112,11 +112,12 @@ class SequenceKV:
         return [table.block_ids for table in self._window_tables]
 
     def plan_states(self, num_rows: int) -> StateSteps | None:
-        """Plans which recurrent states the next step reads and writes, for which `reserve` has made room; None: none.
+        """Plans which recurrent states the next step reads and writes, for which `reserve` has made room; None: the
+        model has none.
 
         `num_rows`: number of the step's rows without drafts. Call it once for each step.
         """
-        return None if self._state is None else self._state.plan(self.num_tokens, self.num_tokens + num_rows)
+        return None if self.state is None else self.state.plan(self.num_tokens, self.num_tokens + num_rows)
 
     @property
     def num_held_tokens(self) -> dict[int, int]:
@@ -274,8 +275,8 @@ class SequenceKV:
             self._pool.register(self.block_ids[index], block_hash)
             for table in self._window_tables:
                 table.publish(index, block_hash)
-        if self._state is not None:
-            self._state.publish(hashes)
+        if self.state is not None:
+            self.state.publish(hashes)
 
     def fork(self) -> SequenceKV:
         """Returns a second table over the same valid tokens. The first writer to a shared partial block copies it."""
@@ -317,7 +318,7 @@ class SequenceKV:
     def _set_windows(self, tables: Sequence[GroupTable]) -> None:
         self.windows = tuple(tables)
         self._window_tables = tuple(table for table in tables if isinstance(table, WindowTable))
-        self._state = next((table for table in tables if isinstance(table, StateTable)), None)
+        self.state = next((table for table in tables if isinstance(table, StateTable)), None)
 
 
 def _table_of(pool: WindowPool | StatePool) -> GroupTable:

@@ -1,4 +1,4 @@
-"""A prefill node pushes the rows and the state that a decode node needs, from its own chunks and its prefix cache."""
+"""Models with recurrent states: what a prefill node pushes, and long chains of drafts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from outrider.session import Granted
 from prefill_node.jobs import Stop
 from prefill_node.prefill_loop import PrefillLoop
 from tests.families.compared import PREFILL_BLOCK_SIZE, Compared, logprobs_of
-from tests.families.families import FAMILIES
+from tests.families.families import FAMILIES, VOCAB_SIZE
 from tests.families.test_families import needs_kernels
 from tests.prefill_node.conftest import job_of
+from tests.support.fake_drafts import TextDrafts
 from tests.support.in_memory_connector import InMemoryConnector
 from tests.support.pool_integrity import check_pool
 from tests.support.waiting import PATIENCE_SECONDS
@@ -81,3 +82,19 @@ def test_answers_after_a_hand_off_are_those_of_one_node(compared):
     assert num_cached == [0, 64, 80, 0]
     for pool in (engine.pool, *engine.pool.windows[1:]):
         check_pool(pool, [])
+
+
+def test_long_chains_of_drafts_change_no_answer(compared):
+    """Of up to 24 drafts, more than an interval of states, the first 20 are right, and sometimes none is."""
+    text = [*compared.prompt, *(each.token_id for each in compared.plain)]
+
+    def chain(known, num_wanted):
+        right = text[len(known) : len(known) + num_wanted]
+        first_wrong = 20 if len(known) % 3 else 0
+        return [(token_id + (at >= first_wrong)) % VOCAB_SIZE for at, token_id in enumerate(right)]
+
+    with compared.node(compared.served, num_speculative_tokens=24) as node:
+        node.loop._drafts._client = TextDrafts(chain)
+        assert compared._answer(node, compared.prompt) == compared.plain
+        assert node.num_accepted > 2 * 16
+        assert node.num_drafted > node.num_accepted
