@@ -246,10 +246,15 @@ class KvPush:
     def _cut(
         self, largest: int, planes: Sequence[PlaneSpec], layers: range, start_token: int, end_token: int
     ) -> Iterator[Region]:
-        """Yields the frames, of at most `largest` bytes each, that cover these planes, layers and tokens."""
+        """Yields the frames, of at most `largest` bytes each, that cover these planes, layers and tokens. Heads are
+        divided if all of them do not fit into a frame, as those of large states.
+        """
         for plane in planes:
+            num_heads = largest // plane.bytes_per_head
             for heads in self._kv_cache.head_ranges(plane.name):
-                yield from cut_frames(plane, heads, layers, start_token, end_token, max_frame_bytes=largest)
+                for first in heads[::num_heads]:
+                    part = range(first, min(first + num_heads, heads.stop))
+                    yield from cut_frames(plane, part, layers, start_token, end_token, max_frame_bytes=largest)
 
 
 @dataclass(frozen=True, slots=True)

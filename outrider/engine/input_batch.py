@@ -33,9 +33,7 @@ class SequenceRows(NamedTuple):
     parents: Sequence[int] = ()  # in a draft tree, the index of each draft's parent among the drafts; -1: none
     adapter: PackedAdapter | None = None  # what the model's linear layers add for these rows; None: nothing
     window_tables: Sequence[array[int]] = ()  # like block_ids, of each sliding window, int32; empty: as block_ids
-    states: StateSteps | None = (
-        None  # of layers with linear attention; None: they compute all tokens from the first one
-    )
+    states: StateSteps | None = None  # of linear attention; None: it computes all tokens from the first one on
 
 
 Values = TypeVar("Values")

@@ -2,8 +2,7 @@
 
 Each layer must store plain keys and values for each token, or a latent vector, and use transformers'
 AttentionInterface only for causal attention with a scale, a window, a soft cap and sinks; or it must have linear
-attention by the gated delta rule. Other models are refused with
-an error that names them.
+attention by the gated delta rule. Other models are refused with an error that names them.
 """
 
 from __future__ import annotations
@@ -233,14 +232,10 @@ def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num
     def logits(first: SequenceRows, *company: SequenceRows) -> Tensor:
         """Returns the first sequence's logits: [num_logits, vocab_size] float32."""
         rows = [first, *company]
-        if (
-            spec.linear is not None
-        ):  # far tokens begin with a state, since computing all before them would take too long
-            far = [
-                each.start_position // STATE_INTERVAL * STATE_INTERVAL * (each.start_position > num_tokens)
-                for each in rows
-            ]
-            rows = [each._replace(states=StateSteps(at, 0)) for each, at in zip(rows, far, strict=True)]
+        if spec.linear is not None:  # computing all tokens before a far one would take too long
+            starts = [each.start_position if each.start_position > num_tokens else 0 for each in rows]
+            states = [StateSteps(start // STATE_INTERVAL * STATE_INTERVAL, 0) for start in starts]
+            rows = [each._replace(states=own) for each, own in zip(rows, states, strict=True)]
         found = runner.forward(build_input_batch(rows, cache.block_size))
         return torch.as_tensor(found)[: first.num_logits].clone()
 

@@ -54,7 +54,7 @@ def test_answers_after_a_hand_off_are_those_of_one_node(compared):
         address = node.parts.ingest.address("")
         loop = PrefillLoop(
             engine=engine,
-            connector=InMemoryConnector({address: node.parts.ingest.inbox}),
+            connector=InMemoryConnector({address: node.parts.ingest.inbox}, max_frame_bytes=4096),  # half a state
             frame_bytes=4096,
             profiler=StepProfiler(engine.clock, engine.runner.phases),
             emit=lambda ends, _stats: [ended.put(end.result) for end in ends],
