@@ -11,10 +11,9 @@ Source: Gated Delta Networks (Yang, Kautz and Hatamizadeh, 2024; arXiv 2412.0646
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from outrider.engine.kv_cache.planes import LinearAttention
@@ -27,7 +26,7 @@ _FORMS = (
     ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z"),  # Qwen 3.5
     ("q_proj", "k_proj", "v_proj", "b_proj", "a_proj", "g_proj"),  # OLMo Hybrid
 )
-_SIZES = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+_NAMES = ("num_k_heads", "num_v_heads", "A_log", "dt_bias", "conv1d", "conv_kernel_size")
 
 
 class LinearStep(Protocol):
@@ -39,77 +38,53 @@ class LinearStep(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaLayer:
-    """The weights and sizes of one layer."""
-
-    index: int
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    rows: Tensor  # [row_width, hidden_size], the projection of hidden states to stored rows
-    gates: Tensor  # [num_value_heads * value_dim, hidden_size]
-    output: Tensor  # [hidden_size, num_value_heads * value_dim]
-    convolution: Tensor  # [kernel_size, channels] float32
-    decay: Tensor  # [num_value_heads] float32: the decay is e to the power of this times the softplus of time
-    time_bias: Tensor  # [num_value_heads] float32
-    norm: Tensor  # [value_dim] float32
-    epsilon: float
-    beta_scale: float
-
-    @classmethod
-    def of(cls, module: Any) -> DeltaLayer:
-        """Takes the weights of transformers' module."""
-        num_key_heads, num_heads, key_dim, value_dim = (getattr(module, name) for name in _SIZES)
-        *rows, gates = _projections(module, num_key_heads, num_heads, key_dim, value_dim)
-        norm = module.norm if hasattr(module, "norm") else module.o_norm
-        output = module.out_proj if hasattr(module, "out_proj") else module.o_proj
-        return cls(
-            index=module.layer_idx,
-            num_key_heads=num_key_heads,
-            num_value_heads=num_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            rows=torch.cat(rows),
-            gates=gates,
-            output=output.weight.detach(),
-            convolution=module.conv1d.weight.detach().float().squeeze(1).T.contiguous(),
-            decay=-module.A_log.detach().float().exp(),
-            time_bias=module.dt_bias.detach().float(),
-            norm=norm.weight.detach().float(),
-            epsilon=norm.variance_epsilon,
-            beta_scale=2.0 if getattr(module, "allow_neg_eigval", False) else 1.0,
-        )
-
-
-def delta_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yields each layer of the gated delta rule that can be computed, after its parent and its name in it."""
+def delta_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yields the parent of each layer of the gated delta rule that can be computed, and the layer's name in it."""
     for parent in model.modules():
         for name, module in parent.named_children():
             if _is_delta_layer(module):
-                yield parent, name, module
+                yield parent, name
 
 
 def describe_linear(model: nn.Module) -> LinearAttention | None:
     """Returns the shape of the model's layers with linear attention; None if there are none, or not of one shape."""
     layers: dict[LinearAttention, list[int]] = {}
-    for _, _, module in delta_layers(model):
-        num_key_heads, num_heads, key_dim, value_dim = (getattr(module, name) for name in _SIZES)
+    for module in (getattr(parent, name) for parent, name in delta_layers(model)):
+        num_key_heads, num_heads, key_dim, value_dim = sizes_of(module)
         width = 2 * (num_key_heads * key_dim + num_heads) + num_heads * value_dim
         shape = LinearAttention((), width, num_heads, key_dim * value_dim, module.conv_kernel_size)
         layers.setdefault(shape, []).append(module.layer_idx)
-    if len(layers) != 1:
-        return None
-    ((shape, indices),) = layers.items()
-    return LinearAttention(tuple(indices), shape.row_width, shape.num_heads, shape.state_size, shape.kernel_size)
+    shapes = [replace(shape, layers=tuple(indices)) for shape, indices in layers.items()]
+    return shapes[0] if len(shapes) == 1 else None
+
+
+def sizes_of(module: Any) -> tuple[int, int, int, int]:
+    """Returns a layer's numbers of key heads and value heads, and their dimensions."""
+    return module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim
+
+
+def projections_of(module: Any) -> tuple[Sequence[Tensor], Tensor, Tensor]:
+    """Returns the weights of a layer, each [out_features, in_features]: those whose outputs are a stored row (of
+    queries, keys and values, of betas, of decays), that of gates, and that of the output.
+    """
+    form = next(form for form in _FORMS if hasattr(module, form[0]))
+    *rows, gates = (getattr(module, name).weight.detach() for name in form)
+    output = module.out_proj if hasattr(module, "out_proj") else module.o_proj
+    if form is _FORMS[0]:
+        num_key_heads, num_heads, key_dim, value_dim = sizes_of(module)
+        per_key_head = num_heads // num_key_heads
+        sizes = [key_dim, key_dim, per_key_head * value_dim, per_key_head * value_dim]
+        *parts, own_gates = rows[0].unflatten(0, (num_key_heads, -1)).split(sizes, 1)
+        scalars = gates.unflatten(0, (num_key_heads, -1)).split(per_key_head, 1)
+        rows, gates = [part.flatten(0, 1) for part in (*parts, *scalars)], own_gates.flatten(0, 1)
+    return rows, gates, output.weight.detach()
 
 
 def _is_delta_layer(module: Any) -> bool:
     """Returns whether the module has the weights of a form that we know, and computes what we compute with them. The
     load compares the logits.
     """
-    if not all(hasattr(module, name) for name in (*_SIZES, "A_log", "dt_bias", "conv1d", "conv_kernel_size")):
+    if not all(hasattr(module, name) for name in _NAMES):
         return False
     names = next((form for form in _FORMS if all(hasattr(module, name) for name in form)), ())
     linears = [getattr(module, name) for name in names]
@@ -117,16 +92,3 @@ def _is_delta_layer(module: Any) -> bool:
     is_plain = bool(linears) and all(type(each) is nn.Linear for each in linears) and not has_bias
     has_sizes = not (module.head_k_dim % DIM_STEP or module.head_v_dim % DIM_STEP)
     return is_plain and has_sizes and module.activation == "silu" and module.conv_kernel_size <= MAX_KERNEL
-
-
-def _projections(module: Any, num_key_heads: int, num_heads: int, key_dim: int, value_dim: int) -> Sequence[Tensor]:
-    """Returns the weights [features, hidden_size] of queries, keys and values, of betas, of times and of gates."""
-    form = next(form for form in _FORMS if hasattr(module, form[0]))
-    weights = [getattr(module, name).weight.detach() for name in form]
-    if form is not _FORMS[0]:
-        return weights
-    per_key_head = num_heads // num_key_heads
-    sizes = [key_dim, key_dim, per_key_head * value_dim, per_key_head * value_dim]
-    *parts, gates = weights[0].unflatten(0, (num_key_heads, -1)).split(sizes, 1)
-    scalars = weights[1].unflatten(0, (num_key_heads, -1)).split(per_key_head, 1)
-    return [part.flatten(0, 1) for part in (*parts, *scalars, gates)]

@@ -18,7 +18,7 @@ from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.array_plane import Words
 from outrider.engine.kv_cache.state_table import StateSteps
 from outrider.engine.linear import MakeLinear
-from outrider.engine.linear_attention import DeltaLayer, LinearStep
+from outrider.engine.linear_attention import LinearStep, projections_of, sizes_of
 
 _NO_STATES = StateSteps(0, -1)
 
@@ -26,18 +26,21 @@ _NO_STATES = StateSteps(0, -1)
 class NativeDeltaRule(nn.Module):
     """Takes the place of a model's layer with linear attention."""
 
-    def __init__(self, kernels: CpuKernels, workspace: Workspace, layer: DeltaLayer, make_linear: MakeLinear) -> None:
+    def __init__(self, kernels: CpuKernels, workspace: Workspace, module: Any, make_linear: MakeLinear) -> None:
+        """`module`: transformers' layer, see `delta_layers`."""
         super().__init__()
         self._kernels, self._workspace = kernels, workspace
-        self._index = layer.index
-        self._rows, self._gates = make_linear(layer.rows, None), make_linear(layer.gates, None)
-        self._output = make_linear(layer.output, None)
-        self._arrays = [
-            values.numpy() for values in (layer.convolution, layer.decay, layer.time_bias, layer.norm)
-        ]  # owns what the structure points to
+        self._index = module.layer_idx
+        rows, gates, output = projections_of(module)
+        self._rows, self._gates = make_linear(torch.cat([*rows]), None), make_linear(gates, None)
+        self._output = make_linear(output, None)
+        norm = module.norm if hasattr(module, "norm") else module.o_norm
+        convolution = module.conv1d.weight.squeeze(1).T  # [kernel_size, channels]
+        values = convolution, -module.A_log.float().exp(), module.dt_bias, norm.weight
+        self._arrays = [each.detach().float().contiguous().numpy() for each in values]
         self._struct = structures.OutriderDeltaRule(
-            layer.num_key_heads, layer.num_value_heads, layer.key_dim, layer.value_dim, len(layer.convolution),
-            *map(address_of, self._arrays), layer.epsilon, layer.beta_scale,
+            *sizes_of(module), len(convolution), *map(address_of, self._arrays), norm.variance_epsilon,
+            2.0 if getattr(module, "allow_neg_eigval", False) else 1.0,
         )  # fmt: skip
 
     def forward(self, hidden_states: Tensor, *, outrider_step: LinearStep, **_others: Any) -> Tensor:

@@ -24,7 +24,7 @@ from outrider.engine.experts import Gate, GateLogits, gate_of, in_whole_vectors,
 from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.engine.latent_attention import absorb_projections, latent_layers
 from outrider.engine.linear import replace_linear_layers, replace_norms
-from outrider.engine.linear_attention import DeltaLayer, delta_layers
+from outrider.engine.linear_attention import delta_layers
 
 
 class NativeLinear(nn.Module):
@@ -153,10 +153,11 @@ class NativeLayers:
             rounded = rounded_weight(words_of(weight.detach()), self.quantise)
             weight.data = torch.from_numpy(rounded).to(weight.dtype)
         absorb_projections(model, partial(NativeProjections, self))
-        for parent, name, module in list(delta_layers(model)):
-            layer, make_linear = DeltaLayer.of(module), partial(NativeLinear, self)
-            setattr(parent, name, NativeDeltaRule(self.kernels, self.workspace, layer, make_linear))
-        replace_linear_layers(model, partial(NativeLinear, self))
+        make_linear = partial(NativeLinear, self)
+        for parent, name in list(delta_layers(model)):  # layers in a list would keep their weights alive
+            module = NativeDeltaRule(self.kernels, self.workspace, getattr(parent, name), make_linear)
+            setattr(parent, name, module)
+        replace_linear_layers(model, make_linear)
         replace_norms(model, partial(NativeRMSNorm, self))
         kinds: tuple[Any, ...] = tuple(ACT2CLS.values())
         activations = tuple(kind[0] if isinstance(kind, tuple) else kind for kind in kinds)
