@@ -155,8 +155,8 @@ class NativeLayers:
         absorb_projections(model, partial(NativeProjections, self))
         make_linear = partial(NativeLinear, self)
         for parent, name in list(delta_layers(model)):  # layers in a list would keep their weights alive
-            module = NativeDeltaRule(self.kernels, self.workspace, getattr(parent, name), make_linear)
-            setattr(parent, name, module)
+            rule = NativeDeltaRule(self.kernels, self.workspace, getattr(parent, name), make_linear)
+            setattr(parent, name, rule)
         replace_linear_layers(model, make_linear)
         replace_norms(model, partial(NativeRMSNorm, self))
         kinds: tuple[Any, ...] = tuple(ACT2CLS.values())
