@@ -11,6 +11,7 @@ from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.device import device_type
 from outrider.engine.gpu_turns import loading_turn
 from outrider.engine.graph_shapes import GraphShapes
+from outrider.engine.host_memory import open_host_store
 from outrider.engine.kv_cache.block_pool import BlockPool, make_pool
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.open_runner import open_runner
@@ -49,13 +50,19 @@ class ModelRuntime:
     adapters: AdapterTable
 
     def make_pool(self, config: KVCacheConfig) -> BlockPool:
-        """Makes a pool of the cache's blocks."""
-        return make_pool(
+        """Makes a pool of the cache's blocks, with main memory for evicted ones if that is configured.
+
+        Raises: ConfigError, see open_host_store.
+        """
+        pool = make_pool(
             self.kv_cache,
             hash_seed=bytes.fromhex(self.model.info.fingerprint),
             max_step_tokens=self.max_rows_per_step,
             enable_prefix_cache=config.prefix_cache,
         )
+        if config.host_bytes:
+            pool.use_host(open_host_store(self.kv_cache, self.runner, config.host_bytes))
+        return pool
 
     def describe(self, config: ModelConfig, *, cpu_turns: CpuTurns) -> dict[str, object]:
         """Describes the model for a node's start-up line. `config`: the settings with which it was opened."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.engine.cpu_kernels.paths import choose_kernels
+from outrider.engine.host_memory import open_host_store
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.config import ModelConfig
@@ -39,3 +40,10 @@ def test_it_is_not_divided_among_processes(path):
 def test_a_model_with_states_is_no_draft_model(path):
     with pytest.raises(ConfigError, match="has linear attention"):
         open_draft_model(ModelConfig(id=str(path), num_threads=1), KVCacheConfig(num_blocks=128))
+
+
+@pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
+def test_evicted_states_do_not_move_to_main_memory(path):
+    model = load_model(ModelConfig(id=str(path), num_threads=1))
+    with pytest.raises(ConfigError, match="does not go with linear attention"):
+        open_host_store(model.make_cache(64, 16, (64,), 8), None, 1 << 20)

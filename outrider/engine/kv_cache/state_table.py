@@ -120,7 +120,7 @@ class StateTable:
 
     def longest_match(self, hashes: BlockHashes, max_blocks: int) -> int:
         """Returns the largest number of leading blocks, at most `max_blocks`, at whose end the cache has a state."""
-        are_there = map(self.pool.is_published, reversed(hashes[:max_blocks]))
+        are_there = map(self.pool.has, reversed(hashes[:max_blocks]))
         return max_blocks - next((num for num, is_there in enumerate(are_there) if is_there), max_blocks)
 
     def match(self, hashes: BlockHashes, num_blocks: int) -> bool:
@@ -129,9 +129,9 @@ class StateTable:
         """
         if num_blocks and self.pool.num_free_blocks < 1:
             return False
-        taken = self.pool.take_published(hashes[num_blocks - 1 : num_blocks]) if num_blocks else ()
-        self._slots.update((num_blocks * self.pool.block_size, slot) for slot in taken)
-        return True
+        taken = self.pool.take(hashes[num_blocks - 1 : num_blocks]) if num_blocks else []
+        self._slots.update((num_blocks * self.pool.block_size, slot) for slot in taken or ())
+        return taken is not None
 
     def fork(self, num_tokens: int) -> StateTable:
         """Returns a second table with the states after at most `num_tokens` tokens."""

@@ -76,7 +76,7 @@ def test_states_between_snapshots_are_evicted_first():
     pool = make_pool(slots=5)
     kv = SequenceKV(pool)
     compute(kv, range(720))
-    ends = [block_hash for block_hash in kv._hashes[:45] if pool.windows[1].is_published(block_hash)]
+    ends = [block_hash for block_hash in kv._hashes[:45] if pool.windows[1].has(block_hash)]
     kept = [(kv._hashes[:45].index(block_hash) + 1) * 16 for block_hash in ends]
     assert kept[1] in range(SNAPSHOT_TOKENS, SNAPSHOT_TOKENS + STEP)  # the first one was there before slots were short
     assert kept[2] in range(kept[1] + SNAPSHOT_TOKENS, kept[1] + SNAPSHOT_TOKENS + STEP)
