@@ -162,4 +162,5 @@ def chunk_rows(item: Scheduled) -> SequenceRows:
         num_logits=len(item.scored_token_ids),
         adapter=sequence.adapter,
         window_tables=sequence.kv.window_tables(),
+        states=sequence.kv.plan_states(item.num_rows),
     )

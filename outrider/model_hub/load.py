@@ -185,7 +185,7 @@ def _load_modules(source: _Source) -> tuple[_Source, RunnableModel]:
     spec, layers = describe_decoder(model, dtype=source.dtype, window=source.window)
     if config.tensor_parallel_size > 1:
         check_split(spec, source.hf_config, config.tensor_parallel_size)
-    odd = [plane.head_dim for plane in spec.planes if plane.head_dim % HEAD_DIM_STEP]
+    odd = [plane.head_dim for plane in spec.planes if plane.is_attended and plane.head_dim % HEAD_DIM_STEP]
     if source.kernels.library is not None and odd:
         reason = f"its heads have {odd[0]} dimensions, not a multiple of {HEAD_DIM_STEP}"
         kernels = fall_back_to_torch(config, reason)
@@ -194,6 +194,8 @@ def _load_modules(source: _Source) -> tuple[_Source, RunnableModel]:
         source = replace(source, kernels=kernels, dtype=dtype, weights=weights)
         nn.Module.to(model, TORCH_DTYPES[dtype])  # in place
         spec = replace(spec, dtype=dtype)
+    if spec.linear is not None and source.kernels.library is None:
+        raise ModelError(f"{spec.architecture} has linear attention, which only native kernels compute")
     check_deterministic(config, device, source.kernels)
     quantise = source.weights.rounded_to
     if quantise:

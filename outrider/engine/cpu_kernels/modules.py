@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outrider.engine.cpu_kernels.delta_rule import NativeDeltaRule
 from outrider.engine.cpu_kernels.interface import structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import Workspace
@@ -23,6 +24,7 @@ from outrider.engine.experts import Gate, GateLogits, gate_of, in_whole_vectors,
 from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.engine.latent_attention import absorb_projections, latent_layers
 from outrider.engine.linear import replace_linear_layers, replace_norms
+from outrider.engine.linear_attention import delta_layers
 
 
 class NativeLinear(nn.Module):
@@ -140,8 +142,8 @@ class NativeLayers:
         self.arena = WeightArena()
 
     def replace_in(self, model: nn.Module) -> None:
-        """Replaces linear layers, experts, latent projections and plain norms, and makes torch's activations
-        independent of the batch.
+        """Replaces linear layers, experts, latent projections, linear attention and plain norms, and makes torch's
+        activations independent of the batch.
         """
         from transformers.activations import ACT2CLS  # takes seconds; a node with packed weights avoids it
 
@@ -151,7 +153,11 @@ class NativeLayers:
             rounded = rounded_weight(words_of(weight.detach()), self.quantise)
             weight.data = torch.from_numpy(rounded).to(weight.dtype)
         absorb_projections(model, partial(NativeProjections, self))
-        replace_linear_layers(model, partial(NativeLinear, self))
+        make_linear = partial(NativeLinear, self)
+        for parent, name in list(delta_layers(model)):  # layers in a list would keep their weights alive
+            rule = NativeDeltaRule(self.kernels, self.workspace, getattr(parent, name), make_linear)
+            setattr(parent, name, rule)
+        replace_linear_layers(model, make_linear)
         replace_norms(model, partial(NativeRMSNorm, self))
         kinds: tuple[Any, ...] = tuple(ACT2CLS.values())
         activations = tuple(kind[0] if isinstance(kind, tuple) else kind for kind in kinds)

@@ -97,6 +97,30 @@ def paged_attention(
     )  # fmt: skip
 
 
+def delta_rule(  # noqa: PLR0917 as the kernel has them
+    kernels: CpuKernels,
+    workspace: Workspace,
+    rule: Structure,  # an OutriderDeltaRule
+    batch: Structure,
+    steps: Structure,  # an OutriderStateSteps
+    rows: Tensor,  # [num_slots, row_width], float32 or bfloat16
+    states: npt.NDArray[np.float32],  # [num_states, num_value_heads, key_dim * value_dim]
+    gates: Tensor,  # [num_rows, num_value_heads * value_dim], like rows
+    output: Tensor,  # like gates
+) -> None:
+    """Advances states by the rows of a batch, which are in the cache, and writes its normed and gated outputs."""
+    heads, value_width = rule.num_value_heads, rule.num_value_heads * rule.value_dim
+    row_width = 2 * (rule.num_key_heads * rule.key_dim + heads) + value_width
+    is_right = rows.shape[1] == row_width and states.dtype == np.float32 and gates.is_contiguous()
+    is_right = is_right and states.shape[1:] == (heads, rule.key_dim * rule.value_dim) and states.flags.c_contiguous
+    is_right = is_right and gates.shape == output.shape == (batch.num_rows, value_width) and rows.dtype == gates.dtype
+    _check(is_right, f"a delta rule of {gates.shape} with rows {rows.shape} and states {states.shape}")
+    _call(
+        kernels.library.functions.outrider_delta_rule, kernels.team, workspace.handle, ELEMENT_TYPES[rows.dtype], rule,
+        batch, steps, rows.data_ptr(), states.ctypes.data, gates.data_ptr(), output.data_ptr(),
+    )  # fmt: skip
+
+
 def write_rows(
     kernels: CpuKernels,
     rows: Tensor,  # [num_rows, num_kv_heads, head_dim], float32 or bfloat16

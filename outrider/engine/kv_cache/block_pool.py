@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from outrider.engine.kv_cache.block_hashes import BlockHashes
 from outrider.engine.kv_cache.host_store import HostStore
-from outrider.engine.kv_cache.planes import KEPT_TOKENS, LayerGroup, first_kept_token
+from outrider.engine.kv_cache.planes import KEPT_TOKENS, STATE_WINDOW, LayerGroup, first_kept_token
 from outrider.errors import CapacityError
 
 
@@ -31,7 +31,7 @@ class BlockPool:
     pool.
 
     A pool has the blocks of one group of layers (see `LayerGroup`). The pool of the layers without a window also has
-    those of the others, `windows`.
+    those of the others, `windows`, of which the last one may be a StatePool.
 
     With a `host` store (see `use_host`), evicted blocks may move to main memory, and come back by a prefix match.
     """
@@ -43,7 +43,7 @@ class BlockPool:
         block_size: int,
         hash_seed: bytes,
         enable_prefix_cache: bool = True,
-        windows: Sequence[WindowPool] = (),
+        windows: Sequence[WindowPool | StatePool] = (),
     ) -> None:
         assert num_blocks >= 1
         assert block_size >= 1
@@ -213,47 +213,33 @@ class BlockPool:
             self._hash_of[block_id] = None
 
 
-class WindowPool(BlockPool):
-    """The blocks of a group of layers with a sliding window. A sequence holds only those of its newest tokens.
+class CountedPool(BlockPool):
+    """A pool from which a sequence takes a block for each one that it gives back, as in WindowTable and StateTable.
 
-    A sequence exchanges the blocks behind its window for new ones as it grows (see `WindowTable`). That must not fail,
-    even if the blocks that it gives up are shared and so do not become free. So a shared block counts as often as it is
-    used: `num_free_blocks` is the number of blocks minus the number of references.
+    That must not fail, even if the blocks that it gives up are shared and so do not become free. So a shared block
+    counts as often as it is used: `num_free_blocks` is the number of blocks minus the number of references.
     """
 
     def __init__(
         self,
         *,
         window: int,
-        max_step_tokens: int,
-        first_block: int,
         num_blocks: int,
         block_size: int,
         hash_seed: bytes,
         enable_prefix_cache: bool = True,
     ) -> None:
-        """`max_step_tokens`: maximum number of a sequence's tokens in a step. `first_block`: number of block 0 of this
-        pool where the blocks of all groups are numbered together, as in copies.
-
-        The pool must have at least `max_held_blocks` blocks, so that one sequence can run.
-        """
+        """`window`: that of the planes whose blocks these are, as in PlaneSpec."""
         super().__init__(
             num_blocks=num_blocks, block_size=block_size, hash_seed=hash_seed, enable_prefix_cache=enable_prefix_cache
         )
         self.window = window
-        self.max_step_tokens = max_step_tokens
-        self.first_block = first_block
-        self.max_held_blocks = max_held_blocks(window, max_step_tokens, block_size)
         self._num_references = 0
 
     @property
     def num_free_blocks(self) -> int:
         """The number of blocks that may be allocated; negative if forks have taken more references than blocks."""
         return self.num_blocks - self._num_references
-
-    def first_kept(self, num_tokens: int) -> int:
-        """Returns the index of the first block that a sequence of `num_tokens` valid tokens keeps."""
-        return first_kept_token(num_tokens, self.window) // self.block_size
 
     def allocate(self, num_blocks: int) -> list[int]:
         block_ids = super().allocate(num_blocks)
@@ -293,6 +279,40 @@ class WindowPool(BlockPool):
         return None
 
 
+class WindowPool(CountedPool):
+    """The blocks of a group of layers with a sliding window. A sequence holds only those of its newest tokens."""
+
+    def __init__(self, *, window: int, max_step_tokens: int, first_block: int, block_size: int, **shared: Any) -> None:
+        """`max_step_tokens`: maximum number of a sequence's tokens in a step. `first_block`: number of block 0 of this
+        pool where the blocks of all groups are numbered together, as in copies. Others: see CountedPool.
+
+        The pool must have at least `max_held_blocks` blocks, so that one sequence can run.
+        """
+        super().__init__(window=window, block_size=block_size, **shared)
+        self.max_step_tokens = max_step_tokens
+        self.first_block = first_block
+        self.max_held_blocks = max_held_blocks(window, max_step_tokens, block_size)
+
+    def first_kept(self, num_tokens: int) -> int:
+        """Returns the index of the first block that a sequence of `num_tokens` valid tokens keeps."""
+        return first_kept_token(num_tokens, self.window) // self.block_size
+
+
+class StatePool(CountedPool):
+    """Slots of recurrent states, which are blocks with one entry each (see StateTable). A slot that is written does not
+    change until nobody has it. It is published under the hash of the block that ends with the state's last token.
+    """
+
+    def __init__(self, **shared: Any) -> None:
+        """`shared`: see CountedPool; `block_size` is that of the blocks that are hashed."""
+        super().__init__(window=STATE_WINDOW, **shared)
+
+    def evict_first(self, slot: int) -> None:
+        """Makes a slot the next one to be evicted, if it is evictable."""
+        if slot in self._evictable:
+            self._evictable.move_to_end(slot, last=False)
+
+
 def max_held_blocks(window: int, max_step_tokens: int, block_size: int) -> int:
     """Returns the maximum number of blocks that a sequence holds of a WindowPool."""
     return -(-(window + KEPT_TOKENS + max_step_tokens) // block_size)
@@ -304,19 +324,23 @@ class CacheSize(Protocol):
     num_blocks: int
     block_size: int
     window_blocks: tuple[int, ...]
+    state_slots: int
     layer_groups: tuple[LayerGroup, ...]
 
 
 def make_pool(
     kv_cache: CacheSize, *, hash_seed: bytes, max_step_tokens: int, enable_prefix_cache: bool = True
 ) -> BlockPool:
-    """Makes a pool of the cache's blocks, with one for each sliding window. For the arguments see the pools."""
+    """Makes a pool of the cache's blocks, with one for each sliding window and one for states. For the arguments
+    see the pools.
+    """
     shared: dict[str, Any] = {
         "block_size": kv_cache.block_size,
         "hash_seed": hash_seed,
         "enable_prefix_cache": enable_prefix_cache,
     }
-    windows, first_block = [], kv_cache.num_blocks
+    windows: list[WindowPool | StatePool] = []
+    first_block = kv_cache.num_blocks
     for group, num_blocks in zip(kv_cache.layer_groups[1:], kv_cache.window_blocks, strict=True):
         windows.append(
             WindowPool(
@@ -328,4 +352,6 @@ def make_pool(
             )
         )
         first_block += num_blocks
+    if kv_cache.layer_groups[-1].has_states:
+        windows.append(StatePool(num_blocks=kv_cache.state_slots, **shared))
     return BlockPool(num_blocks=kv_cache.num_blocks, windows=windows, **shared)

@@ -82,6 +82,7 @@ class ShardedKVCache:
         self._layers = layers
         self.num_blocks = local.num_blocks
         self.window_blocks = local.window_blocks
+        self.state_slots = local.state_slots
         self.layer_groups = local.layer_groups if whole is None else whole.layer_groups
         self.block_size = local.block_size
         self.device = local.device
