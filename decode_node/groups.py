@@ -133,10 +133,11 @@ class GroupTable:
         self, pool: BlockPool, kv: SequenceKV, opened: OpenSequenceGroup, num_shared: int, *, arriving: int
     ) -> int:
         """Returns how many blocks a new group's table needs for its shared tokens, of which `arriving` arrive from
-        elsewhere; more than are free if its sliding windows have no room.
+        elsewhere; more than are free if its sliding windows, or its part of a divided pool, have no room.
         """
         needed, num_forks = kv.num_blocks_needed(num_shared), len(opened.samples) - 1
-        if kv.windows_fit(num_shared, arriving=arriving, kept_back=self.num_sequences, num_forks=num_forks):
+        windows_fit = kv.windows_fit(num_shared, arriving=arriving, kept_back=self.num_sequences, num_forks=num_forks)
+        if windows_fit and needed <= kv.num_free_blocks:
             return needed
         return max(needed, pool.num_free_in_scarcest + 1)
 

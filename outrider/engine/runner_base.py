@@ -50,6 +50,12 @@ class ModelRunner(Protocol):
         """A forward pass that other CUDA graphs may capture, or None."""
         return None
 
+    def renew_copies(self, layer: int) -> None:
+        """Does what `DividedExperts.renew_copies` does, in this one of the layers with divided experts, if there are
+        any.
+        """
+        return
+
     def capture_graphs(self) -> None:
         """Captures padded steps as CUDA graphs. Call it after the first forwards and before any block is allocated."""
         return

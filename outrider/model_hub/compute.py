@@ -13,9 +13,11 @@ from outrider.engine.gpu_turns import loading_turn
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.kv_cache.block_pool import BlockPool, make_pool
 from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.kv_cache.divided_pool import DividedPool
 from outrider.engine.open_runner import open_runner
 from outrider.engine.processor import usable_cpus
 from outrider.engine.ranks.channel import RankLostError
+from outrider.engine.ranks.sharded_cache import DividedKVCache
 from outrider.engine.runner_base import ModelRunner
 from outrider.model_hub.adapters import AdapterTable
 from outrider.model_hub.config import ModelConfig
@@ -50,9 +52,18 @@ class ModelRuntime:
 
     def make_pool(self, config: KVCacheConfig) -> BlockPool:
         """Makes a pool of the cache's blocks."""
+        cache, seed = self.kv_cache, bytes.fromhex(self.model.info.fingerprint)
+        if isinstance(cache, DividedKVCache):
+            return DividedPool(
+                cache.num_ranks,
+                num_blocks=cache.local.num_blocks,
+                block_size=cache.block_size,
+                hash_seed=seed,
+                enable_prefix_cache=config.prefix_cache,
+            )
         return make_pool(
-            self.kv_cache,
-            hash_seed=bytes.fromhex(self.model.info.fingerprint),
+            cache,
+            hash_seed=seed,
             max_step_tokens=self.max_rows_per_step,
             enable_prefix_cache=config.prefix_cache,
         )

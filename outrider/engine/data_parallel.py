@@ -1,0 +1,206 @@
+"""The forward pass of a node whose ranks divide the sequences (data-parallel attention) and the experts among them.
+
+All ranks compute a step at the same time, each the rows of its own sequences, and exchange rows in layers with experts
+(see `divided_experts`). Rank 0 has the output layer. Never run on a GPU, where nccl would carry the rows.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from outrider.engine.divided_experts import divided_layers
+from outrider.engine.input_batch import BatchFields, InputBatch
+from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
+from outrider.engine.module_steps import ModuleSteps
+from outrider.engine.ranks.commands import RenewCopies, Step
+from outrider.engine.ranks.group import RankGroup
+from outrider.engine.runnable_model import RunnableModel
+from outrider.engine.runner_base import ModelRunner
+
+if TYPE_CHECKING:
+    from outrider.engine.arrays import Array
+
+Integers = npt.NDArray[np.integer[Any]]
+
+RENEWAL_STEPS = 100
+"""Number of steps after which the copies of experts in one layer, the next one, are chosen anew."""
+
+
+class DataParallelRunner(ModelRunner):
+    """A rank's runner. All ranks of the process group must call its methods in the same order."""
+
+    def __init__(self, model: RunnableModel, steps: ModuleSteps) -> None:
+        """`steps`: computes the rows of this rank."""
+        assert model.model is not None
+        self.attention_name, self.can_be_traced = steps.attention_name, steps.can_be_traced
+        self.is_asynchronous = steps.is_asynchronous
+        self.layers = list(divided_layers(model.model))
+        self.hidden_size = model.model.config.get_text_config(decoder=True).hidden_size
+        self._dtype, self._device = TORCH_DTYPES[model.spec.dtype], model.device
+        self._num_layers = model.spec.num_layers
+        self.steps = steps
+
+    def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
+        """Computes this rank's batch, which may have no rows, and sends what the output layer takes to rank 0.
+
+        The result has no logits. Raises: RuntimeError if another rank is gone or too slow.
+        """
+        hidden = self.hidden_rows(batch, on_layer_done)
+        if len(hidden):
+            dist.send(hidden.contiguous(), 0)
+        return self.steps.logits_of(hidden[:0])
+
+    @torch.inference_mode()
+    def hidden_rows(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
+        """Does what ModuleSteps.hidden_rows does. Without rows, this rank only computes rows of others, in its experts.
+
+        Raises: RuntimeError if another rank is gone or too slow.
+        """
+        if batch.num_rows:
+            return self.steps.hidden_rows(batch, on_layer_done)
+        rows = self.empty_rows(0)
+        for experts in self.layers:
+            experts(rows, rows.new_empty((0, 1), dtype=torch.int64), rows.new_empty((0, 1)))
+        if on_layer_done is not None:
+            for layer in range(self._num_layers):
+                on_layer_done(layer)
+        return rows
+
+    def empty_rows(self, num_rows: int) -> Tensor:
+        """Allocates hidden states: [num_rows, hidden_size]."""
+        return torch.empty((num_rows, self.hidden_size), dtype=self._dtype, device=self._device)
+
+    def renew_copies(self, layer: int) -> None:
+        """Chooses the copies of experts anew, in this one of the layers with experts."""
+        self.layers[layer].renew_copies()
+
+
+class LeadingDataRunner(ModelRunner):
+    """Rank 0's runner, which divides each batch by the ranks of its sequences. Steps are not captured as graphs."""
+
+    def __init__(self, runner: DataParallelRunner, ranks: RankGroup, *, blocks_per_rank: int) -> None:
+        """`runner`: computes rank 0's part."""
+        self.attention_name, self.can_be_traced = runner.attention_name, runner.can_be_traced
+        self.is_asynchronous = runner.is_asynchronous
+        self.rows_by_rank = [0] * ranks.size
+        """The number of rows that each rank has computed."""
+        self._runner = runner
+        self._ranks = ranks
+        self._blocks_per_rank = blocks_per_rank
+        self._num_steps = 0
+
+    def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
+        """Implements ModelRunner.forward. Raises: RankLostError if another rank is gone."""
+
+        def layer_done(layer: int) -> None:
+            self._ranks.layer_done(layer)
+            if on_layer_done is not None:
+                on_layer_done(layer)
+
+        reports = on_layer_done is not None
+        batches, order = divide_batch(batch, self._ranks.size, self._blocks_per_rank)
+        with self._ranks.running(*(Step((own,), reports_layers=reports) for own in batches[1:])):
+            hidden = [self._runner.hidden_rows(batches[0], layer_done if reports else None)]
+            for rank, own in enumerate(batches[1:], start=1):
+                hidden.append(self._runner.empty_rows(own.num_logits))
+                if own.num_logits:
+                    dist.recv(hidden[rank], rank)
+            by_rank = torch.cat(hidden)
+            rows = torch.empty_like(by_rank)
+            rows[torch.as_tensor(order, dtype=torch.int64, device=rows.device)] = by_rank
+            logits = self._runner.steps.logits_of(rows)
+        self.rows_by_rank = [num + own.num_rows for num, own in zip(self.rows_by_rank, batches, strict=True)]
+        self._num_steps += 1
+        if self._num_steps % RENEWAL_STEPS == 0:
+            self.renew_copies(self._num_steps // RENEWAL_STEPS % len(self._runner.layers))
+        return logits
+
+    def renew_copies(self, layer: int) -> None:
+        """Chooses the copies of experts anew, in this one of the layers with experts. Raises: RankLostError."""
+        with self._ranks.running(RenewCopies(layer)):
+            self._runner.renew_copies(layer)
+
+    @property
+    def num_copies(self) -> int:
+        """The number of experts, of all layers, that have a second copy. Readable from any thread."""
+        return sum(len(experts.copies) for experts in self._runner.layers)
+
+    @property
+    def expert_balance(self) -> float:
+        """The mean of DividedExperts.balance over the layers; 0 before the first measurement."""
+        found = [experts.balance for experts in self._runner.layers if experts.balance]
+        return sum(found) / len(found) if found else 0.0
+
+
+def divide_batch(batch: InputBatch, num_ranks: int, blocks_per_rank: int) -> tuple[list[InputBatch], list[int]]:
+    """Returns the batch of each rank's sequences, with the rank's own block numbers, and the places that the logits of
+    all these batches, one after another, have in the logits of `batch`.
+
+    All blocks of a sequence must be of one rank: those from rank * blocks_per_rank on.
+    """
+    arrays = batch.arrays
+    assert batch.num_groups == 1
+    assert not batch.adapters
+    sequences: list[list[int]] = [[] for _ in range(num_ranks)]
+    for sequence in range(batch.num_seqs):
+        sequences[arrays.block_tables[arrays.table_starts[sequence]] // blocks_per_rank].append(sequence)
+    batches, order = [], list[int]()
+    for rank, own in enumerate(sequences):
+        part, logits = _part_of(batch, own, first_block=rank * blocks_per_rank)
+        batches.append(part)
+        order += logits
+    return batches, order
+
+
+def _part_of(batch: InputBatch, sequences: Sequence[int], *, first_block: int) -> tuple[InputBatch, list[int]]:
+    """Returns some of the sequences as a batch, and the places of its logits among those of `batch`."""
+    arrays = batch.arrays
+    starts, tables = np.frombuffer(arrays.query_start_loc, np.int32), np.frombuffer(arrays.table_starts, np.int32)
+    rows = _joined(starts, sequences)
+    logits_rows = np.frombuffer(arrays.logits_rows, np.int64) if arrays.logits_rows else np.empty(0, np.int64)
+    logits = np.flatnonzero(np.isin(logits_rows, rows))
+    path_starts, path_slots = array("q"), np.empty(0, np.int64)
+    if batch.has_trees:
+        paths = np.frombuffer(arrays.path_starts, np.int64)
+        path_slots = np.frombuffer(arrays.path_slots, np.int64)[_joined(paths, rows)] - first_block * batch.block_size
+        if path_slots.size:
+            path_starts = _ends(paths, rows, "q")
+    fields = BatchFields(
+        token_ids=_array("q", np.frombuffer(arrays.token_ids, np.int64)[rows]),
+        positions=_array("q", np.frombuffer(arrays.positions, np.int64)[rows]),
+        slot_mapping=_array("q", np.frombuffer(arrays.slot_mapping, np.int64)[rows] - first_block * batch.block_size),
+        logits_rows=_array("q", np.searchsorted(rows, logits_rows[logits])),
+        query_start_loc=_ends(starts, sequences, "i"),
+        seq_lens=array("i", [arrays.seq_lens[sequence] for sequence in sequences]),
+        table_starts=_ends(tables, sequences, "i"),
+        path_starts=path_starts,
+        path_slots=_array("q", path_slots),
+        attention_plan=array("i"),
+        block_tables=_array(
+            "i", np.frombuffer(arrays.block_tables, np.int32)[_joined(tables, sequences)] - np.int32(first_block)
+        ),
+    )
+    return InputBatch(fields, batch.block_size), logits.tolist()
+
+
+def _joined(starts: Integers, wanted: Sequence[int] | Integers) -> Integers:
+    """Returns the indices of the wanted ones of consecutive ranges, which begin and end at `starts`."""
+    return np.concatenate([np.empty(0, np.int64), *[np.arange(starts[each], starts[each + 1]) for each in wanted]])
+
+
+def _ends(starts: Integers, wanted: Sequence[int] | Integers, typecode: str) -> array[int]:
+    """Returns where the wanted ranges begin and end if they are joined."""
+    sizes = np.diff(starts)[np.asarray(wanted, dtype=np.int64)]
+    return _array(typecode, np.concatenate([[0], np.cumsum(sizes)]))
+
+
+def _array(typecode: str, values: Integers) -> array[int]:
+    return array(typecode, values.astype(np.int64 if typecode == "q" else np.int32).tobytes())
