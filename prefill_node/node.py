@@ -135,6 +135,9 @@ class PrefillNode(TargetNode[PrefillParts]):
             metrics.observe_step(seconds=stats.seconds, num_rows=stats.num_rows)
             metrics.add_step_parts(stats.nanoseconds)
         metrics.set_load(self._load())
+        assert self._parts is not None
+        if (ranks := self._parts.engine.runner.rank_load) is not None:
+            metrics.set_ranks(**ranks._asdict())
 
     def _engine_failed(self, error: Exception) -> None:
         """Ends the process, whose state is not to be trusted after a bug. Called from the engine thread."""

@@ -23,7 +23,7 @@ from outrider.engine.module_steps import ModuleSteps
 from outrider.engine.ranks.commands import RenewCopies, Step
 from outrider.engine.ranks.group import RankGroup
 from outrider.engine.runnable_model import RunnableModel
-from outrider.engine.runner_base import ModelRunner
+from outrider.engine.runner_base import ModelRunner, RankLoad
 
 if TYPE_CHECKING:
     from outrider.engine.arrays import Array
@@ -90,8 +90,7 @@ class LeadingDataRunner(ModelRunner):
         """`runner`: computes rank 0's part."""
         self.attention_name, self.can_be_traced = runner.attention_name, runner.can_be_traced
         self.is_asynchronous = runner.is_asynchronous
-        self.rows_by_rank = [0] * ranks.size
-        """The number of rows that each rank has computed."""
+        self.rank_load: RankLoad = RankLoad((0,) * ranks.size)
         self._runner = runner
         self._ranks = ranks
         self._blocks_per_rank = blocks_per_rank
@@ -117,7 +116,8 @@ class LeadingDataRunner(ModelRunner):
             rows = torch.empty_like(by_rank)
             rows[torch.as_tensor(order, dtype=torch.int64, device=rows.device)] = by_rank
             logits = self._runner.steps.logits_of(rows)
-        self.rows_by_rank = [num + own.num_rows for num, own in zip(self.rows_by_rank, batches, strict=True)]
+        rows_by_rank = [num + own.num_rows for num, own in zip(self.rank_load.rows_by_rank, batches, strict=True)]
+        self.rank_load = self.rank_load._replace(rows_by_rank=tuple(rows_by_rank))
         self._num_steps += 1
         if self._num_steps % RENEWAL_STEPS == 0:
             self.renew_copies(self._num_steps // RENEWAL_STEPS % len(self._runner.layers))
@@ -127,17 +127,13 @@ class LeadingDataRunner(ModelRunner):
         """Chooses the copies of experts anew, in this one of the layers with experts. Raises: RankLostError."""
         with self._ranks.running(RenewCopies(layer)):
             self._runner.renew_copies(layer)
-
-    @property
-    def num_copies(self) -> int:
-        """The number of experts, of all layers, that have a second copy. Readable from any thread."""
-        return sum(len(experts.copies) for experts in self._runner.layers)
-
-    @property
-    def expert_balance(self) -> float:
-        """The mean of DividedExperts.balance over the layers; 0 before the first measurement."""
-        found = [experts.balance for experts in self._runner.layers if experts.balance]
-        return sum(found) / len(found) if found else 0.0
+        layers = self._runner.layers
+        balances = [experts.balance for experts in layers if experts.balance]
+        self.rank_load = RankLoad(
+            self.rank_load.rows_by_rank,
+            num_expert_copies=sum(len(experts.copies) for experts in layers),
+            expert_balance=sum(balances) / max(len(balances), 1),
+        )
 
 
 def divide_batch(batch: InputBatch, num_ranks: int, blocks_per_rank: int) -> tuple[list[InputBatch], list[int]]:

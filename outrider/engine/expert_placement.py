@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+MIN_GAP = 0.1
+"""Gap between two ranks' loads, by the mean load, below which sending an expert's weights gains too little."""
+
 
 def home_range(num_experts: int, num_ranks: int, rank: int) -> range:
     """Returns the experts that a rank always has. Their numbers differ by at most one between ranks."""
@@ -19,7 +22,8 @@ def choose_copies(loads: Sequence[float], *, num_ranks: int, num_spares: int) ->
     """Returns the experts that get a second copy, each with the rank of this copy.
 
     An expert with a copy divides its rows equally between its two ranks. Again and again, the busiest rank shares the
-    busiest of its experts that relieves it with the least busy rank. So the load of the busiest rank never grows.
+    busiest of its experts that relieves it with the least busy rank, unless their loads are almost the same. So the
+    load of the busiest rank never grows.
 
     `loads`: the number of rows of each expert. `num_spares`: the number of copies for which each rank has memory.
     """
@@ -30,6 +34,8 @@ def choose_copies(loads: Sequence[float], *, num_ranks: int, num_spares: int) ->
         busiest = max(range(num_ranks), key=of_rank.__getitem__)
         least = min((rank for rank in range(num_ranks) if room[rank]), key=of_rank.__getitem__)
         gap = of_rank[busiest] - of_rank[least]
+        if gap < MIN_GAP * sum(loads) / num_ranks:
+            break
         own = [each for each, home in enumerate(homes) if home == busiest and each not in copies]
         expert = max((each for each in own if 0 < loads[each] / 2 < gap), key=loads.__getitem__, default=None)
         if expert is None:

@@ -182,7 +182,7 @@ def _joined(
 
 def _checked(config: ModelConfig, directory: Path) -> tuple[ModelConfig, float]:
     """Returns the settings for each rank, and the timeout of messages in seconds. Raises: ConfigError."""
-    if config.pipeline_parallel_size > 1:
+    if config.pipeline_parallel_size > 1 and config.expert_parallel_size == 1:
         check_pipeline(config, directory)
     else:
         from outrider.model_hub.expert_parallel import check_expert_parallel  # imports transformers

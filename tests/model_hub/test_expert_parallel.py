@@ -7,14 +7,15 @@ import queue
 import pytest
 import torch
 
+from outrider.engine import data_parallel
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows
-from outrider.engine.kv_cache.base import slots_of
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.ranks.channel import RankLostError
 from outrider.errors import ConfigError
 from outrider.model_hub.compute import ModelRuntime, open_model_runtime
 from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.open import open_model
 from outrider.model_hub.ranks import open_ranks
 from tests.support.rank_runs import (
     BLOCK_SIZE,
@@ -66,29 +67,70 @@ def steps(compute, *ranks):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "architecture", "overrides"),
+    ("num_ranks", "architecture", "overrides", "dtype"),
     [
-        (2, "mixtral", EXPERTS),
-        (3, "deepseek_v3", {"n_shared_experts": 1}),
-        (2, "qwen3_moe", EXPERTS),
+        (3, "deepseek_v3", {"n_shared_experts": 1}, "bfloat16"),
+        pytest.param(2, "mixtral", EXPERTS, "bfloat16", marks=pytest.mark.full),
+        pytest.param(2, "qwen3_moe", EXPERTS, "float32", marks=pytest.mark.full),
     ],
 )
 def test_ranks_compute_and_hand_over_what_one_process_does_until_one_is_killed(
-    tmp_path, num_ranks, architecture, overrides
+    tmp_path, monkeypatch, num_ranks, architecture, overrides, dtype
 ):
     """This is one test because starting a rank takes seconds."""
-    path = make_tiny_model(tmp_path / "model", seed=5, architecture=architecture, dtype="bfloat16", overrides=overrides)
-    lost = queue.SimpleQueue()
-    one, several = (open_experts(path, n, lost.put) for n in (1, num_ranks))
+    monkeypatch.setattr(data_parallel, "RENEWAL_STEPS", 2)
+    path = make_tiny_model(tmp_path / "model", seed=5, architecture=architecture, dtype=dtype, overrides=overrides)
+    lost, last = queue.SimpleQueue(), num_ranks - 1
+    one, several = (
+        open_experts(path, n, lost.put, num_redundant_experts=num_ranks if n > 1 else 0) for n in (1, num_ranks)
+    )
     with several.ranks:
         assert several.model.info == one.model.info
+        assert several.kv_cache.planes == one.kv_cache.planes
+        assert several.kv_cache.num_blocks == num_ranks * NUM_BLOCKS
+        pool = several.make_pool(KV_CACHE)
+        assert (pool.num_blocks, pool.num_blocks_together) == (num_ranks * NUM_BLOCKS, NUM_BLOCKS)
         expected, tokens = run(one)
-        found, found_tokens = run(several)
+        found, found_tokens = run(several)  # all on rank 0
         assert torch.equal(found, expected)
         assert found_tokens == tokens
-        last = num_ranks - 1
-        assert torch.equal(steps(several, 0, last, 0), steps(one, 0, 0, 0))
-        assert torch.equal(steps(several, last, last, last), steps(one, 0, 0, 0))
+        expected = steps(one, 0, 0, 0)
+        for ranks in ((0, last, 0), (last, last, last), (last, 0, 1)):
+            assert torch.equal(steps(several, *ranks), expected)
+        load = several.runner.rank_load
+        assert load.num_expert_copies > 0
+        assert load.expert_balance >= 1.0
+        assert min(load.rows_by_rank) > 0
+        # KV is pushed in both directions, byte for byte, and the receiver continues from it.
+        row = PROMPT[-1:], len(PROMPT) - 1
+        logits = forward(one, SequenceRows(*row, TABLE, 1))
+        there, table = on_rank(last, OTHER_TABLE), on_rank(1, TABLE)
+        for source, destination, to, of in (
+            (one, several, there, TABLE), (several, one, OTHER_TABLE, table), (several, several, there, table),
+        ):  # fmt: skip
+            push(source, destination, to, source_table=of)
+            assert torch.equal(forward(destination, SequenceRows(*row, to, 1)), logits)
+        assert lost.empty()
         several.ranks.members[0].process.kill()
         with pytest.raises(RankLostError, match=r"rank 1 .* ended with status -9"):
-            forward(several, SequenceRows(PROMPT[-1:], len(PROMPT) - 1, TABLE, 1))
+            forward(several, SequenceRows(*row, TABLE, 1))
+        assert "status -9" in str(lost.get(timeout=PATIENCE_SECONDS))
+
+
+def test_settings_that_do_not_go_together_are_refused_before_anything_is_started(tmp_path):
+    path = make_tiny_model(tmp_path / "model", architecture="mixtral", overrides=EXPERTS)
+
+    def refusal(**settings):
+        with pytest.raises(ConfigError) as caught:
+            open_experts(path, 2, **settings)
+        return caught.value.message
+
+    assert "is more than the 5 experts of mixtral" in refusal(expert_parallel_size=6)
+    assert "does not go with model.tensor_parallel_size 2" in refusal(tensor_parallel_size=2)
+    assert "does not go with model.pipeline_parallel_size 2" in refusal(pipeline_parallel_size=2)
+    dense = make_tiny_model(tmp_path / "dense")
+    assert "is more than the 0 experts of llama" in refusal(id=str(dense))
+    with pytest.raises(ValueError, match="must be a multiple of expert_parallel_size"):
+        ModelConfig(expert_parallel_size=2, num_redundant_experts=3)
+    with pytest.raises(ConfigError, match="only prefill and decode nodes"):
+        open_model(ModelConfig(id=str(path), expert_parallel_size=2))

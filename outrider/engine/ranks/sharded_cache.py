@@ -204,7 +204,7 @@ class DividedKVCache(ShardedKVCache):
         ranks, own = np.divmod(slots, self.local.num_blocks * self.block_size)
         for rank in np.unique(ranks).tolist():
             tokens = np.flatnonzero(ranks == rank)
-            place = slice(len(layers)), tokens, slice(len(heads))
+            place = slice(0, len(layers)), tokens, slice(0, len(heads))
             yield Share(rank, layers, heads, place), own[tokens]
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
