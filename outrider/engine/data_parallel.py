@@ -7,17 +7,18 @@ All ranks compute a step at the same time, each the rows of its own sequences, a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from bisect import bisect_left
+from collections.abc import Callable
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from outrider.engine.divided_experts import divided_layers
-from outrider.engine.input_batch import BatchFields, InputBatch
+from outrider.engine.input_batch import FIELD_NAMES, BatchFields, InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.engine.module_steps import ModuleSteps
 from outrider.engine.ranks.commands import RenewCopies, Step
@@ -27,8 +28,6 @@ from outrider.engine.runner_base import ModelRunner, RankLoad
 
 if TYPE_CHECKING:
     from outrider.engine.arrays import Array
-
-Integers = npt.NDArray[np.integer[Any]]
 
 RENEWAL_STEPS = 100
 """Number of steps after which the copies of experts in one layer, the next one, are chosen anew."""
@@ -145,58 +144,33 @@ def divide_batch(batch: InputBatch, num_ranks: int, blocks_per_rank: int) -> tup
     arrays = batch.arrays
     assert batch.num_groups == 1
     assert not batch.adapters
-    sequences: list[list[int]] = [[] for _ in range(num_ranks)]
-    for sequence in range(batch.num_seqs):
-        sequences[arrays.block_tables[arrays.table_starts[sequence]] // blocks_per_rank].append(sequence)
-    batches, order = [], list[int]()
-    for rank, own in enumerate(sequences):
-        part, logits = _part_of(batch, own, first_block=rank * blocks_per_rank)
-        batches.append(part)
-        order += logits
-    return batches, order
+    ranks, own_blocks = np.divmod(np.frombuffer(arrays.block_tables, np.int32), np.int32(blocks_per_rank))
+    tables = array("i", own_blocks.tobytes())
+    rows: list[list[SequenceRows]] = [[] for _ in range(num_ranks)]
+    order: list[list[int]] = [[] for _ in range(num_ranks)]
+    end_logit = 0
+    for sequence, (start, end) in enumerate(pairwise(arrays.query_start_loc)):
+        first, last = arrays.table_starts[sequence : sequence + 2]
+        logit, end_logit = end_logit, bisect_left(arrays.logits_rows, end)
+        rank = ranks[first]
+        order[rank] += range(logit, end_logit)
+        rows[rank].append(
+            SequenceRows(
+                arrays.token_ids[start:end],
+                arrays.seq_lens[sequence] - (end - start),
+                tables[first:last],
+                end_logit - logit,
+                _parents(batch, start, end) if batch.has_trees else (),
+            )
+        )
+    no_rows = InputBatch(BatchFields(**dict.fromkeys(FIELD_NAMES, array("q"))), batch.block_size)
+    return [build_input_batch(own, batch.block_size) if own else no_rows for own in rows], [*chain(*order)]
 
 
-def _part_of(batch: InputBatch, sequences: Sequence[int], *, first_block: int) -> tuple[InputBatch, list[int]]:
-    """Returns some of the sequences as a batch, and the places of its logits among those of `batch`."""
-    arrays = batch.arrays
-    starts, tables = np.frombuffer(arrays.query_start_loc, np.int32), np.frombuffer(arrays.table_starts, np.int32)
-    rows = _joined(starts, sequences)
-    logits_rows = np.frombuffer(arrays.logits_rows, np.int64) if arrays.logits_rows else np.empty(0, np.int64)
-    logits = np.flatnonzero(np.isin(logits_rows, rows))
-    path_starts, path_slots = array("q"), np.empty(0, np.int64)
-    if batch.has_trees:
-        paths = np.frombuffer(arrays.path_starts, np.int64)
-        path_slots = np.frombuffer(arrays.path_slots, np.int64)[_joined(paths, rows)] - first_block * batch.block_size
-        if path_slots.size:
-            path_starts = _ends(paths, rows, "q")
-    fields = BatchFields(
-        token_ids=_array("q", np.frombuffer(arrays.token_ids, np.int64)[rows]),
-        positions=_array("q", np.frombuffer(arrays.positions, np.int64)[rows]),
-        slot_mapping=_array("q", np.frombuffer(arrays.slot_mapping, np.int64)[rows] - first_block * batch.block_size),
-        logits_rows=_array("q", np.searchsorted(rows, logits_rows[logits])),
-        query_start_loc=_ends(starts, sequences, "i"),
-        seq_lens=array("i", [arrays.seq_lens[sequence] for sequence in sequences]),
-        table_starts=_ends(tables, sequences, "i"),
-        path_starts=path_starts,
-        path_slots=_array("q", path_slots),
-        attention_plan=array("i"),
-        block_tables=_array(
-            "i", np.frombuffer(arrays.block_tables, np.int32)[_joined(tables, sequences)] - np.int32(first_block)
-        ),
-    )
-    return InputBatch(fields, batch.block_size), logits.tolist()
-
-
-def _joined(starts: Integers, wanted: Sequence[int] | Integers) -> Integers:
-    """Returns the indices of the wanted ones of consecutive ranges, which begin and end at `starts`."""
-    return np.concatenate([np.empty(0, np.int64), *[np.arange(starts[each], starts[each + 1]) for each in wanted]])
-
-
-def _ends(starts: Integers, wanted: Sequence[int] | Integers, typecode: str) -> array[int]:
-    """Returns where the wanted ranges begin and end if they are joined."""
-    sizes = np.diff(starts)[np.asarray(wanted, dtype=np.int64)]
-    return _array(typecode, np.concatenate([[0], np.cumsum(sizes)]))
-
-
-def _array(typecode: str, values: Integers) -> array[int]:
-    return array(typecode, values.astype(np.int64 if typecode == "q" else np.int32).tobytes())
+def _parents(batch: InputBatch, start: int, end: int) -> list[int]:
+    """Returns SequenceRows.parents of the sequence with rows [start, end)."""
+    arrays, starts = batch.arrays, batch.arrays.path_starts
+    drafts = [row for row in range(start, end) if starts[row] < starts[row + 1]]
+    places = {arrays.slot_mapping[row]: place for place, row in enumerate(drafts)}
+    paths = [arrays.path_slots[starts[row] : starts[row + 1]] for row in drafts]
+    return [places[path[-2]] if len(path) > 1 else -1 for path in paths]

@@ -12,6 +12,7 @@ from torch import nn
 from outrider.engine.divided_experts import ExpertDivision, divided_layers
 from outrider.engine.experts import are_experts
 from outrider.engine.model_spec import ModelSpec
+from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import resolve_device
@@ -62,6 +63,12 @@ def check_divided(model: nn.Module, spec: ModelSpec, kernels: str) -> None:
         raise ConfigError(f"{name} has experts that our kernels do not compute ({kernels})")
     if spec.windows:
         raise ConfigError(f"{name} has layers with a sliding window")
+
+
+def drop_output_layer(model: RunnableModel) -> None:
+    """Frees the output layer, which only rank 0 needs."""
+    assert model.model is not None
+    model.model.set_output_embeddings(nn.Identity())
 
 
 def set_group_timeout(timeout_seconds: float) -> None:

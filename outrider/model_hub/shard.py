@@ -89,9 +89,11 @@ def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
         attention = make_attention_backend(start.config.attention, model.device, model.spec.dtype, **shape)
     reserved = profile_run(model, attention, num_rows=start.max_rows_per_step, block_size=start.block_size)
     if is_data_parallel:
-        from outrider.model_hub.expert_parallel import set_group_timeout
+        from outrider.model_hub.expert_parallel import drop_output_layer, set_group_timeout
 
         set_group_timeout(start.timeout_seconds)
+        if start.rank:
+            drop_output_layer(model)
     elif model.model is not None and not is_stage:
         set_collective_timeout(model.model, timeout_seconds=start.timeout_seconds)
     return Shard(model, attention, KVMemory.of(model.device, reserved), is_data_parallel)
