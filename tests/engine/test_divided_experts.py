@@ -90,12 +90,3 @@ def check(monkeypatch, module, make, num_ranks):
 )
 def test_native_experts_have_the_bits_of_one_rank(monkeypatch, kind, dtype, quantise, num_ranks):
     check(monkeypatch, experts(kind, dtype), native(quantise), num_ranks)
-
-
-def test_experts_of_a_gpu_have_the_bits_of_one_rank(monkeypatch):
-    """The kernels are interpreted here."""
-    pytest.importorskip("triton")
-    layers = pytest.importorskip("outrider.engine.deterministic_layers")
-    if torch.cuda.is_available():
-        pytest.skip("kernels are compiled for the GPU, and the ranks are on the CPU")
-    check(monkeypatch, experts(GptOssExperts, torch.float32), layers.DeterministicExperts, 2)
