@@ -310,14 +310,14 @@ class Scheduler:
             was_refused = refused is sequence and all(map(operator.le, available, then))
             if self._running and (was_refused or not self._has_rows_for(sequence)):
                 return  # trying again would hash the whole prompt for the same result
-            kv = sequence.kv or self._cached_prefix(sequence)
+            kv = sequence.kv = sequence.kv or self._cached_prefix(sequence)
             if not kv.fits(len(sequence.token_ids), kept_back=kept_back):
                 self._refused = (sequence, available)
-                if kv is not sequence.kv:
+                if kv.num_tokens == kv.num_cached_tokens:  # next time, another rank may have room
                     kv.free()
+                    sequence.kv = None
                 return
             self._refused = None
-            sequence.kv = kv
             copies = kv.reserve(len(sequence.token_ids))
             if copies:
                 room.copies[sequence] = copies

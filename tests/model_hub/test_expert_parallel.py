@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import queue
+import signal
+import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,13 +41,13 @@ KV_CACHE = KVCacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
 EXPERTS = {"num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def open_experts(path, num_ranks, on_rank_lost=print, **settings):
+def open_experts(path, num_ranks, on_rank_lost=print, *, timeout_seconds=PATIENCE_SECONDS, **settings):
     named = {"id": str(path), "num_threads": 1, "max_model_len": 128, "expert_parallel_size": num_ranks}
     config = ModelConfig(**{**named, **settings})
     if num_ranks == 1:
         return open_model_runtime(config, KV_CACHE, max_rows_per_step=64, on_rank_lost=on_rank_lost)
     parts = open_ranks(
-        config, KV_CACHE, max_rows_per_step=64, on_rank_lost=on_rank_lost, timeout_seconds=PATIENCE_SECONDS
+        config, KV_CACHE, max_rows_per_step=64, on_rank_lost=on_rank_lost, timeout_seconds=timeout_seconds
     )
     return ModelRuntime(*parts, max_rows_per_step=64, adapters=None)
 
@@ -69,8 +72,8 @@ def steps(compute, *ranks):
 @pytest.mark.parametrize(
     ("num_ranks", "architecture", "overrides", "dtype"),
     [
-        (3, "deepseek_v3", {"n_shared_experts": 1}, "bfloat16"),
-        pytest.param(2, "mixtral", EXPERTS, "bfloat16", marks=pytest.mark.full),
+        (2, "deepseek_v3", {"n_shared_experts": 1, "n_routed_experts": 5, "n_group": 1}, "bfloat16"),
+        pytest.param(3, "mixtral", EXPERTS, "bfloat16", marks=pytest.mark.full),
         pytest.param(2, "qwen3_moe", EXPERTS, "float32", marks=pytest.mark.full),
     ],
 )
@@ -115,6 +118,24 @@ def test_ranks_compute_and_hand_over_what_one_process_does_until_one_is_killed(
         with pytest.raises(RankLostError, match=r"rank 1 .* ended with status -9"):
             forward(several, SequenceRows(*row, TABLE, 1))
         assert "status -9" in str(lost.get(timeout=PATIENCE_SECONDS))
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_ends_the_step_in_bounded_time(tmp_path):
+    path = make_tiny_model(tmp_path / "model", architecture="mixtral", overrides=EXPERTS)
+    two = open_experts(path, 2, timeout_seconds=5.0)
+    process = two.ranks.members[0].process
+    try:
+        with two.ranks:
+            process.send_signal(signal.SIGSTOP)
+            started = time.monotonic()
+            with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+                forward(two, SequenceRows(PROMPT[:5], 0, TABLE, 1))
+            assert time.monotonic() - started < PATIENCE_SECONDS
+            with pytest.raises(RankLostError, match="rank 1 sends nothing"):
+                two.kv_cache.read("k", range(1), np.array([NUM_BLOCKS * BLOCK_SIZE]))
+    finally:
+        assert process.poll() == -9
 
 
 def test_settings_that_do_not_go_together_are_refused_before_anything_is_started(tmp_path):

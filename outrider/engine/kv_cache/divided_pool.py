@@ -41,7 +41,8 @@ class DividedPool(BlockPool):
         return tuple(part.num_free_blocks for part in self.parts)
 
     def part_for(self, token_ids: Sequence[int], *, max_tokens: int, cache_salt: bytes = b"") -> BlockPool:
-        """Returns the part with the most free blocks, where each block found in its prefix cache counts as one more.
+        """Returns the part with the most free blocks, where each block found in its prefix cache counts as one more. A
+        part with room for all the tokens comes before others.
 
         With equal loads, a sequence goes where its prefix is. But if all sequences have a prefix in common, they do not
         all go to the same rank.
@@ -55,4 +56,10 @@ class DividedPool(BlockPool):
             having = tuple(part for part in having if part.is_published(block_hash))
             for part in having:
                 num_found[part] += 1
-        return max(self.parts, key=lambda part: part.num_free_blocks + num_found[part])
+        needed = self.num_blocks_for(len(token_ids))
+
+        def rank_of(part: BlockPool) -> tuple[bool, int]:
+            num_free = part.num_free_blocks
+            return needed <= num_free, num_free + num_found[part]
+
+        return max(self.parts, key=rank_of)

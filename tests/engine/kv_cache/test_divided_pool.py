@@ -91,6 +91,27 @@ def test_a_sequence_has_no_more_blocks_than_one_rank():
     assert pool.free_by_group == (8, 8)
 
 
+def test_a_sequence_that_waits_starts_in_any_rank_that_gets_room():
+    pool = make_pool()
+    holder = create(pool)
+    holder.advance(len(TOKENS))
+    holder.publish(TOKENS)
+    scheduler = Scheduler(pool, max_running=8, max_rows_per_step=64, reserve_blocks_per_running=0)
+    running = [EngineSequence(key=key, token_ids=[key] * size, arrival=key) for key, size in ((1, 16), (2, 32))]
+    waiting = EngineSequence(key=3, token_ids=[*TOKENS, *TOKENS], arrival=3)
+    waiting.kv = SequenceKV.create(pool, waiting.token_ids, max_cached_tokens=31)
+    holder.free()
+    for sequence in (*running, waiting):
+        if sequence.kv is None:
+            sequence.kv = SequenceKV(pool.parts[sequence.key - 1])
+        scheduler.add(sequence)
+    assert scheduler.plan().admitted == tuple(running)
+    assert waiting.kv is None
+    scheduler.remove(running[1])
+    assert scheduler.plan().admitted == (waiting,)
+    assert rank_of(waiting.kv) == 1
+
+
 def test_a_sequence_without_room_displaces_only_those_of_its_rank():
     pool = make_pool()
     scheduler = Scheduler(pool, max_running=8, max_rows_per_step=64, reserve_blocks_per_running=0)
