@@ -194,6 +194,7 @@ def make_build(
                 **compute.describe(model_config, cpu_turns=cpu_turns),
                 "draft_targets": list(config.draft_targets),
                 "proposer": info.proposer,
+                "host_memory": str(pool.host.price) if pool.host else "none",
                 "max_running_sequences": max_running,
             },
         )

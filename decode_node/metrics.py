@@ -63,7 +63,10 @@ class DecodeMetrics:
     def __init__(self, model_name: str, *, pool: BlockPool, registry: CollectorRegistry = REGISTRY) -> None:
         self._engine = EngineMetrics(model_name=model_name, registry=registry)
         self._engine.show_cache(
-            num_blocks=pool.num_blocks, block_size=pool.block_size, has_prefix_cache=pool.enable_prefix_cache
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            has_prefix_cache=pool.enable_prefix_cache,
+            host=pool.host,
         )
         self.recent = RecentRates()
         self._received: Counter[str] = Counter()

@@ -101,7 +101,11 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             tokenizer_files=model.tokenizer_files,
             ranks=compute.ranks,
             adapters=compute.adapters,
-            description={**compute.describe(model_config, cpu_turns=cpu_turns), "connector": connector.name},
+            description={
+                **compute.describe(model_config, cpu_turns=cpu_turns),
+                "connector": connector.name,
+                "host_memory": str(pool.host.price) if pool.host else "none",
+            },
         )
 
     return build

@@ -87,7 +87,10 @@ class PrefillNode(TargetNode[PrefillParts]):
         self._thread.run()
         pool = parts.engine.pool
         self._metrics.show_cache(
-            num_blocks=pool.num_blocks, block_size=pool.block_size, has_prefix_cache=pool.enable_prefix_cache
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            has_prefix_cache=pool.enable_prefix_cache,
+            host=pool.host,
         )
         max_tokens = min(parts.model.max_model_len, pool.num_blocks_together * pool.block_size)
         self._servicer.serve(self._jobs, ServedModel(node_name=self._name, info=parts.model, max_tokens=max_tokens))

@@ -77,6 +77,7 @@ class Child:
         self.name, self.role, self.is_one_shot = spec.name, spec.role, spec.is_one_shot
         self.log_path = log_path
         self.state = ChildState.PLANNED
+        self.ports: dict[str, int] = {}  # reserved for it: "port" and "metrics_port"
         self.address = ""
         self.metrics_address: str | None = None
         self.drain_seconds = 0.0  # as announced

@@ -21,6 +21,7 @@ from outrider.cluster.folders import PREFIX, hold, remove_stale_folders, shared_
 from outrider.cluster.plan import GATEWAY, ROUTER, Launch, child_command, plan_children
 from outrider.errors import ConfigError, InternalError, NotFoundError, PeerLostError
 from outrider.extras import require
+from outrider.service.address import loopback, reserve_port
 
 require("node")  # the children import this extra's packages
 TICK_SECONDS = 0.05
@@ -291,13 +292,14 @@ class Cluster:
             for role in (DRAFT, PREFILL, DECODE, ROUTER)
         }
         assert self._turns_directory is not None, "start comes first"
-        bound = {"port": _port(child.address), "metrics_port": _port(child.metrics_address)}
+        if not child.ports and not child.is_one_shot:
+            child.ports = {name: self._reserve_port() for name in ("port", "metrics_port")}
         command = child_command(
             child.spec,
             self.config,
             self.launch,
             targets=targets,
-            bound=bound,
+            ports=child.ports,
             turns_file=self._turns_directory / "turns",
         )
         try:
@@ -310,6 +312,15 @@ class Cluster:
                 self._fail(child, f"{child.name} cannot be started: {error}")
             return
         self._change_state(child, ChildState.STARTING, EventKind.STARTING, f"pid {child.pid}")
+
+    def _reserve_port(self) -> int:
+        """Returns a free port that stays reserved until the cluster ends. A process may be restarted on it, since
+        nobody else gets it meanwhile.
+        """
+        with reserve_port("0.0.0.0" if loopback() == "127.0.0.1" else "::", 0) as reserved:  # noqa: S104 never listens
+            port: int = reserved.getsockname()[1]
+            self._holds.append(reserved.detach())
+        return port
 
     def _stop_children(self) -> None:
         """Sends SIGTERM to routers and gateway, then to nodes; SIGKILL ends those that exceed their deadline."""
@@ -388,7 +399,3 @@ class Cluster:
 def describe_status(status: int) -> str:
     """Returns "with status 1" or "by SIGKILL"."""
     return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
-
-
-def _port(address: str | None) -> int | None:
-    return int(address.rpartition(":")[2]) if address else None

@@ -26,7 +26,7 @@ from outrider.config.arguments import parse_role_arguments
 from outrider.errors import ConfigError
 from outrider.extras import install_command
 from outrider.lossy_stream import guard_standard_streams
-from outrider.service.address import host_port, is_wildcard, loopback
+from outrider.service.address import host_port, is_wildcard, loopback, reserve_port
 from outrider.service.announce import announce, announce_uncaught_errors
 from outrider.service.config import NO_PARSER, GatewayConfig, ServerConfig, TelemetryConfig
 from outrider.service.security import warn_if_unauthenticated
@@ -103,28 +103,13 @@ def choose_ports(server: ServerConfig) -> GatewayPorts:
         probe_port(server.host, server.port, taken.format("port"))
     if server.metrics_port:
         probe_port(metrics_host, server.metrics_port, "choose another with --set server.metrics_port=N")
-    serving = _reserve_port(server.host, server.port or 0)
-    metrics = _reserve_port(metrics_host, server.metrics_port or 0)
+    serving = reserve_port(server.host, server.port or 0)
+    metrics = reserve_port(metrics_host, server.metrics_port or 0)
     return GatewayPorts(
         host=server.host, port=serving.getsockname()[1],
         metrics_host=metrics_host, metrics_port=metrics.getsockname()[1],
         reserved=(serving, metrics),
     )  # fmt: skip
-
-
-def _reserve_port(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound to the port, or to a free one if it is 0.
-
-    While the socket is open, the system gives the port to no other process, but smg may listen on it: on Linux, several
-    sockets with SO_REUSEADDR may be bound to a port if at most one of them listens.
-    """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    reserved = socket.socket(family, kind, protocol)
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(address)
-    return reserved
 
 
 def served_model(ports: GatewayPorts) -> str | None:

@@ -75,28 +75,26 @@ def child_command(
     launch: Launch,
     *,
     targets: Mapping[str, Sequence[str]],
-    bound: Mapping[str, int | None],
+    ports: Mapping[str, int],
     turns_file: Path,
 ) -> list[str]:
     """Returns a process's command line: the cluster's own choices as defaults, the user's settings, which override
     them, and ports.
 
-    `targets` has the other processes' addresses by role. `bound` has the "port" and "metrics_port" of the process that
-    this one replaces, if any. `turns_file` is for nodes that share their processors.
+    `targets` has the other processes' addresses by role. `ports` has the "port" and "metrics_port" that are reserved
+    for this process and used unless others are configured. `turns_file` is for nodes that share their processors.
     """
     command = list(launch.command(spec.role))
     if launch.config_file is not None:
         command += ["--config", str(launch.config_file)]
-    chosen: dict[str, Any] = {} if spec.is_one_shot else _chosen(spec, config, targets, turns_file)
+    chosen: dict[str, Any] = {} if spec.is_one_shot else _chosen(spec, config, targets, ports, turns_file)
     for key, value in chosen.items():
         command += ["--default", f"{key}={_text(value)}"]
     settings = [*launch.overrides]
     settings += [*launch.node_overrides.get(spec.name, ()), *launch.role_overrides.get(spec.role, ())]
     if not spec.is_one_shot:  # overrides ports of other sources, which would be the same for all processes
         wanted = config.openai_port if spec.role == GATEWAY else router_ports(config).get(spec.name, 0)
-        ports = {"port": wanted or 0}
-        ports |= {name: port for name, port in bound.items() if port is not None}
-        settings += [f"server.{name}={port}" for name, port in ports.items()]
+        settings.append(f"server.port={wanted or ports['port']}")
     if spec.role == GATEWAY:  # the gateway does not authenticate its clients, so only this machine may reach it
         settings.append(f"server.host={loopback()}")
     for setting in settings:
@@ -105,11 +103,15 @@ def child_command(
 
 
 def _chosen(
-    spec: ChildSpec, config: ClusterConfig, targets: Mapping[str, Sequence[str]], turns_file: Path
+    spec: ChildSpec,
+    config: ClusterConfig,
+    targets: Mapping[str, Sequence[str]],
+    ports: Mapping[str, int],
+    turns_file: Path,
 ) -> dict[str, Any]:
     """Returns the settings that the cluster itself chooses for one process, by key."""
     role = spec.role
-    chosen: dict[str, Any] = {"server.drain_seconds": DRAIN_SECONDS, "server.metrics_port": 0}
+    chosen: dict[str, Any] = {"server.drain_seconds": DRAIN_SECONDS, "server.metrics_port": ports["metrics_port"]}
     cpus = usable_cpus()
     shares = divide_cpus(config, within_quota(cpus))
     own = shares.get(spec.name)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.low_rank import PackedAdapter
-from outrider.engine.scheduler import Scheduler
+from outrider.engine.scheduler import Scheduler, StepPlan
 from outrider.engine.step_clock import StepClock
 from outrider.profile import Part
 from outrider.request import Adapter
@@ -55,6 +55,12 @@ class PromptEngine:
         logits = self.runner.forward(batch, on_layer_done=on_layer_done)
         self.clock.mark(Part.FORWARD)
         return logits
+
+    def observe_step(self, plan: StepPlan, seconds: float) -> None:
+        """Tells main memory for evicted blocks, if there is any, what computing prompts takes."""
+        if self.pool.host is not None:
+            num_prompt_rows = sum([item.num_rows for item in plan.scheduled if item.num_rows > 1])
+            self.pool.host.price.add_step(seconds, num_rows=plan.num_rows, num_prompt_rows=num_prompt_rows)
 
     def prepare_ahead(self, rows: Sequence[SequenceRows]) -> InputBatch:
         """Prepares the batch of a future forward pass, one row per sequence, before its token ids are known."""

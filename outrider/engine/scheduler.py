@@ -115,7 +115,7 @@ class StepPlan(NamedTuple):
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill, draft rows and preemption by recomputation.
+    """Continuous batching with chunked prefill, draft rows, and preemption by recomputation or from main memory.
 
     Running sequences get their blocks first; then waiting ones are admitted while blocks last. Rows are assigned in
     this order: one for each sequence that has only its newest token to feed (`reserve`), then drafts, as the caller
@@ -174,10 +174,10 @@ class Scheduler:
 
     def remove(self, sequence: EngineSequence) -> None:
         """Removes a finished or aborted sequence, running or waiting, and frees its KV. Idempotent."""
-        if sequence in self._running:
-            self._running.remove(sequence)
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
+        for queue in (self._running, self._waiting):
+            if sequence in queue:
+                queue.remove(sequence)
+        self._pool.forget_preempted(sequence.key)
         if sequence.kv is not None:
             sequence.kv.free()
             sequence.kv = None
@@ -287,8 +287,7 @@ class Scheduler:
 
     def _preempt(self, sequence: EngineSequence, room: StepReservation) -> None:
         assert sequence.kv is not None
-        sequence.kv.publish(sequence.token_ids)  # so that blocks that are not evicted need not be recomputed
-        sequence.kv.free()
+        sequence.kv.preempt(sequence.key, sequence.token_ids)
         sequence.kv = None
         sequence.num_preemptions += 1
         self._running.remove(sequence)
@@ -318,6 +317,7 @@ class Scheduler:
                     sequence.kv = None
                 return
             self._refused = None
+            self._pool.forget_preempted(sequence.key)
             copies = kv.reserve(len(sequence.token_ids))
             if copies:
                 room.copies[sequence] = copies

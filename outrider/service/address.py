@@ -64,6 +64,23 @@ def loopback() -> str:
     return "127.0.0.1"
 
 
+def reserve_port(host: str, port: int) -> socket.socket:
+    """Returns a socket that is bound to the port, or to a free one if it is 0.
+
+    While the socket is open, the system gives the port to no other process, but a server that sets SO_REUSEADDR may
+    listen on it: on Linux, several such sockets may be bound to a port if at most one of them listens.
+
+    Raises: OSError if the port is taken or the host is not an address of this machine.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    reserved = socket.socket(family, kind, protocol)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(address)
+    return reserved
+
+
 def is_wildcard(host: str) -> bool:
     """Returns whether binding to the host means binding to all interfaces."""
     address = ip_of(host)

@@ -112,8 +112,10 @@ def settings_of(cluster):
     found = {}
     for spec in plan_children(cluster.config, cluster.launch):
         if spec.role in ROLES:
+            ports = {"port": 0, "metrics_port": 0}
+            turns_file = Path("/run/turns")
             command = child_command(
-                spec, cluster.config, cluster.launch, targets={}, bound={}, turns_file=Path("/run/turns")
+                spec, cluster.config, cluster.launch, targets={}, ports=ports, turns_file=turns_file
             )
             arguments = command[command.index(spec.role) + 1 :]
             found[spec.name] = parse_role_arguments(spec.role, sections_of(spec.role), arguments, environ={})

@@ -122,6 +122,21 @@ def test_a_node_that_dies_comes_back_on_its_port_and_a_frozen_one_is_stopped(tmp
             cluster.kill("decode-0")
 
 
+def test_nobody_else_gets_the_ports_of_a_node_that_died(tmp_path):
+    with make_cluster(
+        tmp_path, prefill_nodes=0, draft_nodes=0, supervision=Supervision(restart_seconds=30.0)
+    ) as cluster:
+        node = cluster.node("decode-0")
+        for num_deaths in (1, 2):  # the second restart waits
+            cluster.kill("decode-0")
+            wait_for_node(cluster, "decode-0", lambda node, deaths=num_deaths: node.num_restarts == deaths)
+            if num_deaths == 1:
+                cluster.wait_serving(WAIT_SECONDS)
+        for address in (node.address, node.metrics_address):
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

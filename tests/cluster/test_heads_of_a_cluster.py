@@ -19,6 +19,7 @@ from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 
 SECTIONS = {"model": ModelConfig, "decode_node": DecodeNodeConfig, "draft_node": DraftNodeConfig}
+PORTS = {"port": 0, "metrics_port": 0}
 
 
 def sections_of(config: ClusterConfig, *overrides: str) -> dict:
@@ -26,7 +27,7 @@ def sections_of(config: ClusterConfig, *overrides: str) -> dict:
     launch = Launch(overrides=overrides, environ={})
     found = {}
     for spec in plan_children(config, launch):
-        command = child_command(spec, config, launch, targets={}, bound={}, turns_file=Path("/run/turns"))
+        command = child_command(spec, config, launch, targets={}, ports=PORTS, turns_file=Path("/run/turns"))
         arguments = [
             part
             for flag, setting in itertools.pairwise(command)

@@ -11,6 +11,7 @@ from outrider.cluster.config import ClusterConfig
 from outrider.cluster.plan import Launch, child_command, plan_children
 
 TURNS_FILE = Path("/run/turns")
+PORTS = {"port": 0, "metrics_port": 0}
 
 
 def settings_of(config, name, *overrides):
@@ -18,7 +19,7 @@ def settings_of(config, name, *overrides):
     launch = Launch(overrides=overrides, environ={})
     found = {}
     for spec in plan_children(config, launch):
-        command = child_command(spec, config, launch, targets={}, bound={}, turns_file=TURNS_FILE)
+        command = child_command(spec, config, launch, targets={}, ports=PORTS, turns_file=TURNS_FILE)
         key = f"{name}="  # the last occurrence wins; defaults come first
         found.update((spec.name, part.removeprefix(key)) for part in command if part.startswith(key))
     return found

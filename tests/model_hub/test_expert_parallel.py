@@ -153,5 +153,8 @@ def test_settings_that_do_not_go_together_are_refused_before_anything_is_started
     assert "is more than the 0 experts of llama" in refusal(id=str(dense))
     with pytest.raises(ValueError, match="must be a multiple of expert_parallel_size"):
         ModelConfig(expert_parallel_size=2, num_redundant_experts=3)
+    named = ModelConfig(id=str(path), expert_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"kv_cache\.host_memory does not go with model\.expert_parallel_size"):
+        open_model_runtime(named, KVCacheConfig(host_memory="1GiB"), on_rank_lost=print)
     with pytest.raises(ConfigError, match="only prefill and decode nodes"):
-        open_model(ModelConfig(id=str(path), expert_parallel_size=2))
+        open_model(named)

@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 import structlog
@@ -151,6 +152,13 @@ def test_engine_metrics_have_the_names_of_vllm():
     assert figures[f'outrider:kv_frames_dropped_total{{{label},reason="stale"}}'] == 1
     assert figures[f'outrider:draft_breaker_open{{{label},target="127.0.0.1:1"}}'] == 1
     metrics.set_breakers({"127.0.0.1:2": False})
+    assert figures[f"outrider:host_kv_bytes{{{label}}}"] == 0
+    host = SimpleNamespace(num_bytes=640, num_saved=5, num_loaded=3, num_dropped=2, num_refused=1)
+    metrics.show_cache(num_blocks=20, block_size=16, has_prefix_cache=True, host=host)
+    figures = exported(registry)
+    assert figures[f"outrider:host_kv_bytes{{{label}}}"] == 640
+    for ending, number in {"saved": 5, "loaded": 3, "dropped": 2, "refused": 1}.items():
+        assert figures[f"outrider:host_kv_blocks_{ending}_total{{{label}}}"] == number
     breakers = {name: value for name, value in exported(registry).items() if "breaker" in name}
     assert breakers == {f'outrider:draft_breaker_open{{{label},target="127.0.0.1:2"}}': 0}
 

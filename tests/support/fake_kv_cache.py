@@ -28,6 +28,7 @@ class ScriptedKVCache:
         self.num_layers = num_layers
         self._features = features
         self.layer_groups = (LayerGroup(tuple(range(num_layers))),)
+        self.window_blocks = ()
         keys_and_values = (PlaneSpec(name, num_layers, 1, 1, "float32") for name in ("k", "v"))
         self.planes = (*keys_and_values, *(() if features is None else (features,)))
         # Each is [num_layers, num_slots] int32: four bytes per token and layer, as the planes specify.
@@ -73,6 +74,15 @@ class ScriptedKVCache:
         if stored is None or values.size != len(layers) * where.size or layers.stop > len(stored):
             raise InternalError(f"{values.size} values do not fit plane {plane!r}, {layers}, {where.size} slots")
         stored[layers.start : layers.stop, where] = values.reshape(len(layers), where.size)
+
+    def save_block(self, plane: str, block_id: int, row: Any) -> None:
+        row[:] = self.read(plane, range(len(self._slots[plane])), self._slots_of(block_id))
+
+    def load_block(self, plane: str, block_id: int, row: Any) -> None:
+        self.write(plane, range(len(self._slots[plane])), self._slots_of(block_id), row.tobytes())
+
+    def _slots_of(self, block_id: int) -> Any:
+        return np.arange(block_id * self.block_size, (block_id + 1) * self.block_size)
 
     def write_token(self, layer: int, slot: int, *, token_id: int, position: int) -> None:
         self._slots["k"][layer, slot] = token_id

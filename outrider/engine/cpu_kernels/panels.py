@@ -28,6 +28,7 @@ class PanelPlane:
         """`plane` must be float32 or bfloat16, and its head_dim a multiple of 16."""
         num_slots = num_blocks * block_size
         self._functions = library.functions
+        self._block_size = block_size
         self._plane = plane
         self._type = ElementType[plane.dtype.upper()]
         shape = (plane.num_layers, -(-num_slots // PANEL_SLOTS), plane.num_heads, PANEL_SLOTS * plane.bytes_per_head)
@@ -52,6 +53,12 @@ class PanelPlane:
     def write(self, layers: range, slots: Slots, heads: range, rows: Bytes, after: object = None) -> None:
         """Writes rows in the format of `read`."""
         self._move_rows(self._functions.outrider_write_rows, layers, slots, heads, rows)
+
+    def block(self, block_id: int) -> Bytes:
+        """Implements CachePlane.block, for blocks of whole panels."""
+        num_panels = self._block_size // PANEL_SLOTS
+        assert num_panels * PANEL_SLOTS == self._block_size
+        return self.layers.reshape(len(self.layers), -1, num_panels * self.layers[0, 0].size)[:, block_id]
 
     def move_slots(self, moves: Slots) -> None:
         """Does what PagedKVCache.move_slots does."""

@@ -31,6 +31,9 @@ class ArrayPlane:
         """The layers, each [num_blocks, block_size, heads, dim]."""
         return self._array
 
+    def block(self, block_id: int) -> Bytes:
+        return self._array.view(np.uint8).reshape(*self._array.shape[:2], -1)[:, block_id]
+
     def move_slots(self, moves: Slots) -> None:
         sources, destinations = moves
         rows = self._rows(range(len(self._array)), range(self._array.shape[3]))

@@ -42,6 +42,9 @@ class CachePlane(Protocol):
     def write(self, layers: range, slots: Slots, heads: range, rows: Bytes, after: Any) -> None:
         """Writes rows in the format of `read`."""
 
+    def block(self, block_id: int) -> Any:
+        """Returns a block in all layers, in the plane's own layout: a view, on a CPU [layers, bytes] uint8."""
+
     def move_slots(self, moves: Slots) -> None:
         """Does what PagedKVCache.move_slots does. `moves`: sources and destinations, [2, num_moves >= 1]."""
 

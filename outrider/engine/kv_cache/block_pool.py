@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from outrider.engine.kv_cache.block_hashes import BlockHashes
+from outrider.engine.kv_cache.host_store import HostStore
 from outrider.engine.kv_cache.planes import KEPT_TOKENS, LayerGroup, first_kept_token
 from outrider.errors import CapacityError
 
@@ -31,6 +32,8 @@ class BlockPool:
 
     A pool has the blocks of one group of layers (see `LayerGroup`). The pool of the layers without a window also has
     those of the others, `windows`.
+
+    With a `host` store (see `use_host`), evicted blocks may move to main memory, and come back by a prefix match.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class BlockPool:
         assert num_blocks >= 1
         assert block_size >= 1
         self.windows = tuple(windows)
+        self.host: HostStore | None = None
+        self._group = 0  # of `host`
         self.num_blocks = num_blocks
         self.num_blocks_together = num_blocks
         """Maximum number of blocks of a sequence and its forks, see `part_for`."""
@@ -76,6 +81,17 @@ class BlockPool:
         """`num_free_blocks` if every group had as large a part of its blocks free as the one with the smallest part."""
         parts = [pool.num_free_blocks * self.num_blocks // pool.num_blocks for pool in self.windows]
         return max(min(self.num_free_blocks, *parts), 0) if parts else self.num_free_blocks
+
+    def use_host(self, host: HostStore, group: int = 0) -> None:
+        """Makes this pool, of the group with that number, and those of `windows` move evicted blocks to main memory."""
+        self.host, self._group = host, group
+        for index, pool in enumerate(self.windows, start=1):
+            pool.use_host(host, index)
+
+    def forget_preempted(self, key: int) -> None:
+        """Ends what `SequenceKV.preempt` began for the sequence with this key: it runs again or has ended."""
+        if self.host is not None:
+            self.host.forget(key)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Returns the number of blocks needed to hold `num_tokens` tokens."""
@@ -150,11 +166,15 @@ class BlockPool:
         assert len(chain) == 0
         matched: list[int] = []
         for _ in range(min(max_tokens, len(token_ids)) // self.block_size):
-            block_id = self._block_of.get(chain.append(token_ids))
+            block_hash = chain.append(token_ids)
+            block_id = self._block_of.get(block_hash)
+            if block_id is not None:
+                self._take_published(block_id)
+            elif self.num_blocks_for(len(token_ids)) - len(matched) <= self.num_free_blocks:  # else it cannot run yet
+                block_id = self._load(block_hash)
             if block_id is None:
                 chain.truncate(len(matched))
                 break
-            self._take_published(block_id)
             matched.append(block_id)
         return matched
 
@@ -185,8 +205,21 @@ class BlockPool:
             block_id = self._free.pop()
         else:
             block_id, _ = self._evictable.popitem(last=False)
+            if self.host is not None and (block_hash := self._hash_of[block_id]) is not None:
+                self.host.save(self._group, block_id, block_hash)
             self._forget_hash(block_id)
         self._ref_counts[block_id] = 1
+        return block_id
+
+    def _load(self, block_hash: bytes) -> int | None:
+        """Loads a block from main memory. It is used and published afterwards. Returns None if it cannot be loaded."""
+        if self.host is None or not self.host.has(self._group, block_hash):
+            return None
+        (block_id,) = self.allocate(1)
+        if not self.host.load(self._group, block_id, block_hash):
+            self.release((block_id,))
+            return None
+        self.register(block_id, block_hash)
         return block_id
 
     def _forget_hash(self, block_id: int) -> None:
@@ -253,13 +286,27 @@ class WindowPool(BlockPool):
         super().release(block_ids)
         self._num_references -= len(block_ids)
 
-    def take_published(self, block_hashes: Sequence[bytes]) -> list[int]:
-        """Returns the published blocks with these hashes, and adds a reference to each."""
-        block_ids = [self._block_of[block_hash] for block_hash in block_hashes]
-        for block_id in block_ids:
-            self._take_published(block_id)
-        self._num_references += len(block_ids)
-        return block_ids
+    def has(self, block_hash: bytes) -> bool:
+        """Returns whether the prefix cache has the block with this content, or main memory has it."""
+        return block_hash in self._block_of or (self.host is not None and self.host.has(self._group, block_hash))
+
+    def take(self, block_hashes: Sequence[bytes]) -> list[int] | None:
+        """Returns the blocks with these hashes, each with a reference more. Returns None, with nothing taken, if one
+        cannot be loaded from main memory. There must be as many free blocks.
+        """
+        block_ids = [self._block_of.get(block_hash) for block_hash in block_hashes]
+        for block_id in block_ids:  # first, since loading may evict blocks
+            if block_id is not None:
+                self._take_published(block_id)
+                self._num_references += 1
+        for index, block_hash in enumerate(block_hashes):
+            if block_ids[index] is None:
+                block_ids[index] = self._load(block_hash)
+        taken = [block_id for block_id in block_ids if block_id is not None]
+        if len(taken) == len(block_hashes):
+            return taken
+        self.release(reversed(taken))
+        return None
 
 
 def max_held_blocks(window: int, max_step_tokens: int, block_size: int) -> int:

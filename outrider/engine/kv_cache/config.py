@@ -31,11 +31,19 @@ class KVCacheConfig:
         "holds only the last window of the former, so with many long sequences less is enough. More keeps more "
         "prefixes of prompts.",
     )
+    host_memory: str = setting(
+        "0",
+        help="Size of the main memory, for example 8GiB, to which a prefill or decode node moves evicted blocks of "
+        "preempted sequences and of prefixes, if loading them is measured to be faster than computing them again. "
+        "0: none.",
+    )
     num_blocks: int | None = fixed(None)  # overrides `memory`
     block_size: int = fixed(16)  # tokens; small, to waste few slots at a sequence's end and share short prefixes
 
     def __post_init__(self) -> None:
         _ = self.size
+        if self.host_bytes and not self.prefix_cache:
+            raise ValueError("host_memory needs prefix_cache, which finds the blocks in it: set prefix_cache to true")
         if not 0 < self.window_share <= 1:
             raise ValueError(f"window_share must be above 0 and at most 1, not {self.window_share}")
 
@@ -45,10 +53,23 @@ class KVCacheConfig:
         memory = self.memory.strip()
         if not memory:
             return None, None
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[KMG]iB|B|)", memory)
-        number, unit = (float(match[1]), match[2]) if match else (0.0, "")
+        number, unit = _parse(memory) or (0.0, "")
         if number <= 0 or (unit == "%" and number > MAX_PERCENT):
             raise ValueError(
                 f"memory {self.memory!r} is neither a size, such as 4GiB, nor a share of at most {MAX_PERCENT}%"
             )
         return (None, number / 100) if unit == "%" else (int(number * UNITS[unit]), None)
+
+    @property
+    def host_bytes(self) -> int:
+        """`host_memory` in bytes. Raises: ValueError."""
+        number, unit = _parse(self.host_memory.strip()) or (0.0, "%")
+        if unit == "%":
+            raise ValueError(f"host_memory {self.host_memory!r} is not a size, such as 8GiB")
+        return int(number * UNITS[unit])
+
+
+def _parse(text: str) -> tuple[float, str] | None:
+    """Returns the number and the unit of a size or a share; None if the text is neither."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[KMG]iB|B|)", text)
+    return (float(match[1]), match[2]) if match else None

@@ -128,6 +128,20 @@ class PagedKVCache:
                     self._planes[spec.name].move_slots(own)
             first += num_slots
 
+    def block(self, plane: str, block_id: int) -> Any:
+        """Returns a block in all layers of a plane, in the plane's own layout: a view. See CachePlane.block."""
+        return self._planes[plane].block(block_id)
+
+    def save_block(self, plane: str, block_id: int, row: Bytes) -> None:
+        """Copies a block of a cache in main memory to `row`, [block_size * bytes_per_token] uint8."""
+        block = self.block(plane, block_id)
+        np.copyto(row.reshape(block.shape), block)
+
+    def load_block(self, plane: str, block_id: int, row: Bytes) -> None:
+        """Copies to a block what `save_block` copied from one of the same cache."""
+        block = self.block(plane, block_id)
+        np.copyto(block, row.reshape(block.shape))
+
     def fence(self) -> Any:
         """Returns a marker of the work queued so far, for `read` and `write`; None on a CPU, which queues no work."""
         return None if self.copies is None else self.copies.fence()

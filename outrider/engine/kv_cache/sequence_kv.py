@@ -289,6 +289,16 @@ class SequenceKV:
         for table in self.windows:
             table.free()
 
+    def preempt(self, key: int, token_ids: Sequence[int]) -> None:
+        """Publishes what `publish` would, so that it need not be computed again, then releases every block.
+
+        `key`: the sequence's, for `BlockPool.forget_preempted`. Until then, main memory prefers these blocks.
+        """
+        self.publish(token_ids)
+        if self._pool.host is not None:
+            self._pool.host.keep(key, self._hashes[:])
+        self.free()
+
     def _match_windows(self) -> None:
         """Shortens the prefix taken from the cache to what the tables of sliding windows can take, too."""
         num_blocks = longest_match(self.windows, self._hashes)

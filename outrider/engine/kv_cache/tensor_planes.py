@@ -204,6 +204,9 @@ class TensorPlane:
         """The layers, each [num_blocks, block_size, heads, dim]."""
         return self._tensor.unbind(0)
 
+    def block(self, block_id: int) -> Tensor:
+        return self._tensor[:, block_id]
+
     def move_slots(self, moves: Slots) -> None:
         sources, destinations = upload(moves, self._tensor.device)
         rows = self._tensor.flatten(1, 2).flatten(2)  # [layers, slots, heads * dim]

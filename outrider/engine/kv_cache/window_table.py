@@ -103,7 +103,7 @@ class WindowTable:
         """
         longest = num_present = 0
         for num_blocks, block_hash in enumerate(hashes[:max_blocks], start=1):
-            num_present = num_present + 1 if self.pool.is_published(block_hash) else 0
+            num_present = num_present + 1 if self.pool.has(block_hash) else 0
             if num_present >= num_blocks - self.pool.first_kept(num_blocks * self._block_size):
                 longest = num_blocks
         return longest
@@ -118,12 +118,14 @@ class WindowTable:
 
     def match(self, hashes: BlockHashes, num_blocks: int) -> bool:
         """Fills the empty table from the prefix cache, for the first `num_blocks` blocks. Returns False if the pool has
-        too few blocks to share them.
+        too few blocks to share them, or one has been lost since `longest_match`.
         """
         first = self.pool.first_kept(num_blocks * self._block_size)
         if num_blocks - first > self.pool.num_free_blocks:
             return False
-        self.block_ids.extend([0] * first + self.pool.take_published(hashes[first:num_blocks]))
+        if (taken := self.pool.take(hashes[first:num_blocks])) is None:
+            return False
+        self.block_ids.extend([0] * first + taken)
         self.first = first
         return True
 

@@ -123,6 +123,17 @@ class ShardedKVCache:
             with self._ranks.running(MoveSlots(tuple(pairs))):
                 self.local.move_slots(pairs)
 
+    def save_block(self, plane: str, block_id: int, row: Bytes) -> None:
+        """Reads a block in all layers to `row`, [block_size * bytes_per_token] uint8. Raises: see `read`."""
+        row[:] = self.read(plane, range(find_plane(self.planes, plane).num_layers), self._slots_of(block_id))
+
+    def load_block(self, plane: str, block_id: int, row: Bytes) -> None:
+        """Writes what `save_block` read. Raises: see `write`."""
+        self.write(plane, range(find_plane(self.planes, plane).num_layers), self._slots_of(block_id), row.tobytes())
+
+    def _slots_of(self, block_id: int) -> Slots:
+        return np.arange(block_id * self.block_size, (block_id + 1) * self.block_size)
+
     def fence(self) -> RankFence:
         return RankFence(self._ranks.reached, self.local.fence())
 

@@ -31,8 +31,11 @@ class Family:
         self._registry = registry
 
     def count_lost_log_lines(self) -> None:
-        name, help_text = "outrider:log_lines_lost", "Lines of the log that could not be written."
-        self._registry.register(Followed(name, help_text, self._model_name, num_lost_lines))
+        self.follow("outrider:log_lines_lost", "Lines of the log that could not be written.", num_lost_lines)
+
+    def follow(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        """Makes a counter whose value is read at each scrape."""
+        self._registry.register(Followed(name, help_text, self._model_name, read))
 
     def gauge(self, name: str, help_text: str) -> Gauge:
         return Gauge(name, help_text, ("model_name",), registry=self._registry).labels(self._model_name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import accumulate
 
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge, Metric
@@ -40,6 +41,14 @@ MOVE_CAUSES = (
 MAX_ADAPTERS = 100
 """Maximum adapters with series of their own. Clients may load any number of them, one after another."""
 OTHER_ADAPTERS = "other"
+
+HOST_COUNTERS = {
+    "num_saved": ("saved", "KV blocks saved to main memory when they were evicted."),
+    "num_loaded": ("loaded", "KV blocks loaded from main memory instead of being computed."),
+    "num_dropped": ("dropped", "KV blocks that main memory had no room for."),
+    "num_refused": ("refused", "KV blocks not saved, because computing them is measured to be faster."),
+}
+"""For each figure of a HostStore, the end of its counter's name and its meaning."""
 
 _FINISHED_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
 
@@ -91,6 +100,13 @@ class EngineMetrics:
         self.add_preemptions = family.counter("vllm:num_preemptions", "Sequences preempted.").inc
         self._cache_queries = family.counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self._cache_hits = family.counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
+        self._host: object | None = None  # a HostStore
+        family.gauge("outrider:host_kv_bytes", "Main memory that evicted KV blocks use.").set_function(
+            partial(self._host_figure, "num_bytes")
+        )
+        for figure, (ending, help_text) in HOST_COUNTERS.items():
+            read = partial(self._host_figure, figure)
+            family.follow(f"outrider:host_kv_blocks_{ending}", help_text, read)
         self._drafts = family.counter("vllm:spec_decode_num_drafts", "Verifications with draft tokens.")
         self._add_drafts_by_method = family.labelled_counter(
             "outrider:verified_drafts", "Verifications with draft tokens, by method; one is lossy.", "method"
@@ -175,8 +191,17 @@ class EngineMetrics:
         self._expert_copies.set(num_expert_copies)
         self._expert_balance.set(expert_balance)
 
-    def show_cache(self, *, num_blocks: int, block_size: int, has_prefix_cache: bool) -> None:
-        """Sets the cache's static figures, once. `block_size` is in tokens; "gpu" in vLLM's name means any device."""
+    def _host_figure(self, name: str) -> float:
+        return float(getattr(self._host, name, 0))
+
+    def show_cache(
+        self, *, num_blocks: int, block_size: int, has_prefix_cache: bool, host: object | None = None
+    ) -> None:
+        """Sets the cache's static figures, once. `block_size` is in tokens; "gpu" in vLLM's name means any device.
+
+        `host`: the HostStore, whose figures are read at each scrape, in another thread; None: there is none.
+        """
+        self._host = host
         self._cache.labels(self._model_name, str(block_size), str(num_blocks), str(has_prefix_cache)).set(1)
 
     def add_step_parts(self, nanoseconds: Mapping[str, int]) -> None:

@@ -96,6 +96,14 @@ def test_what_a_file_asks_to_no_effect_is_named_with_its_line(write):
     ]
 
 
+@pytest.mark.parametrize("num_bytes", [0, 1 << 30])
+def test_a_cache_in_main_memory_is_one_here(write, num_bytes):
+    file = write(f"kv_cache_config: {{host_cache_size: {num_bytes}}}\n")
+    assert load(file).sections["kv_cache"].host_bytes == num_bytes
+    plain = write(f"kv_cache: {{host_memory: {num_bytes}}}\n", "outrider.yaml")
+    assert load(file=Path(plain)).sections["kv_cache"].host_bytes == num_bytes
+
+
 def test_the_flag_of_trtllm_serve_is_a_key_too(write):
     assert load(write("kv_cache_free_gpu_memory_fraction: 0.5\n")).sections["kv_cache"].memory == "50%"
 

@@ -171,6 +171,24 @@ def test_what_one_rank_has_is_what_several_have(ranks, heads):
     assert np.array_equal(other.read("k", range(NUM_LAYERS), SLOTS), everything)
 
 
+@pytest.fixture(params=[None, [range(1, 2), range(1)]], ids=["ranks", "stages"])
+def either(request):
+    yield from running(Ranks(2, request.param))
+
+
+def test_blocks_go_to_main_memory_and_come_back(either):
+    divided, whole, slots = either.cache, whole_cache(), np.arange(NUM_BLOCKS * BLOCK_SIZE)
+    for plane in whole.planes:
+        layers, num_bytes = range(plane.num_layers), BLOCK_SIZE * plane.bytes_per_token
+        divided.write(plane.name, layers, slots, whole.read(plane.name, layers, slots).data)
+        rows, row = np.zeros(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+        whole.save_block(plane.name, 1, rows)
+        whole.load_block(plane.name, 4, rows)
+        divided.save_block(plane.name, 1, row)
+        divided.load_block(plane.name, 4, row)
+        assert np.array_equal(divided.read(plane.name, layers, slots), whole.read(plane.name, layers, slots))
+
+
 def test_what_one_rank_has_is_what_stages_have(stages):
     whole = whole_cache()
     assert stages.cache.planes == whole.planes

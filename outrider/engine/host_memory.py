@@ -1,0 +1,64 @@
+"""Opens the main memory for evicted blocks, and measures its first prices. Torch-free on a CPU."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.block_copies import BlockCopies
+from outrider.engine.kv_cache.copy_price import MIN_PROMPT_ROWS, CopyPrice
+from outrider.engine.kv_cache.host_store import HostStore
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.memory import free_main_memory_bytes
+from outrider.engine.ranks.sharded_cache import KVCache
+from outrider.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outrider.engine.runner_base import ModelRunner
+
+NUM_PROBES = 3
+
+
+def open_host_store(cache: KVCache, runner: ModelRunner, num_bytes: int) -> HostStore:
+    """Makes a store of `num_bytes` for a cache whose blocks are all free, and measures its first prices.
+
+    Raises: ConfigError if that much main memory is not free, besides the cache's own if that is in main memory.
+    """
+    on_cpu = cache.device == "cpu"
+    blocks = {group.window: num for group, num in zip(cache.layer_groups[1:], cache.window_blocks, strict=True)}
+    blocks[0] = cache.num_blocks
+    cache_bytes = sum(blocks[plane.window] * cache.block_size * plane.bytes_per_token for plane in cache.planes)
+    free = free_main_memory_bytes() - (cache_bytes if on_cpu else 0)
+    if num_bytes > free:
+        besides = f" besides {cache_bytes:,} of kv_cache.memory" if on_cpu else ""
+        raise ConfigError(
+            f"kv_cache.host_memory is {num_bytes:,} bytes, but only {max(free, 0):,} bytes of main memory are "
+            f"free{besides}: set it lower"
+        )
+    price = CopyPrice(block_size=cache.block_size, num_groups=len(cache.layer_groups))
+    if isinstance(cache, PagedKVCache) and cache.copies is not None:
+        from outrider.engine.kv_cache.device_copies import DeviceBlockCopies  # imports torch
+
+        copies: BlockCopies = DeviceBlockCopies(cache, num_bytes, price)
+    else:
+        copies = BlockCopies(cache, num_bytes, price)
+    probe(cache, runner, copies, price)
+    return HostStore(copies, price)
+
+
+def probe(cache: KVCache, runner: ModelRunner, copies: BlockCopies, price: CopyPrice) -> None:
+    """Measures copies of a block, and a step of MIN_PROMPT_ROWS rows, a few times. It writes to the first blocks."""
+    length = min(MIN_PROMPT_ROWS, cache.num_blocks * cache.block_size)
+    blocks = array("i", range(-(-length // cache.block_size)))
+    rows = SequenceRows([0] * length, 0, blocks, num_logits=1, window_tables=[blocks] * len(cache.window_blocks))
+    for _ in range(NUM_PROBES):
+        for group in range(len(cache.layer_groups)):
+            copies.measure(group, 0)
+        started = time.perf_counter()
+        runner.forward(build_input_batch([rows], cache.block_size))
+        cache.read(cache.planes[0].name, range(1), np.zeros(1, dtype=np.int64))  # waits until a device has computed it
+        price.add_step(time.perf_counter() - started, num_rows=length)

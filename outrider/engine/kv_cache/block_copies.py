@@ -1,0 +1,77 @@
+"""Copies of blocks between a cache and main memory, in one process on a CPU or among ranks. Torch-free."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from outrider.engine.kv_cache.base import Bytes
+from outrider.engine.kv_cache.copy_price import CopyPrice
+from outrider.errors import ConfigError
+
+
+class BlockCopies:
+    """Copies blocks between a KVCache and slots of main memory, and tells the copies' times to a CopyPrice.
+
+    Each group of layers has slots in proportion to its blocks. Here, a copy is complete when its method returns, as on
+    a CPU or among ranks.
+    """
+
+    def __init__(
+        self, cache: Any, num_bytes: int, price: CopyPrice, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """Takes at most `num_bytes` of shared memory without a name, which is free again however the process ends. The
+        OS commits its pages when they are first written. `now`: seconds of a monotonic clock.
+
+        Raises: ConfigError if these bytes are too few.
+        """
+        self._cache, self._price, self._now = cache, price, now
+        self._planes = [
+            [plane.name for plane in cache.planes if plane.window == group.window] for group in cache.layer_groups
+        ]
+        sizes = {plane.name: plane.bytes_per_token * cache.block_size for plane in cache.planes}
+        self.slot_bytes = [sum(sizes[name] for name in names) for names in self._planes]
+        num_blocks = (cache.num_blocks, *cache.window_blocks)
+        share = num_bytes / sum(num * size for num, size in zip(num_blocks, self.slot_bytes, strict=True))
+        self.num_slots = [int(num * share) - 1 for num in num_blocks]  # by group, without the last, for `measure`
+        if min(self.num_slots) < 1:
+            raise ConfigError(f"kv_cache.host_memory of {num_bytes:,} bytes holds too few blocks: set it higher")
+        self.rows = {
+            name: _shared_memory((num + 1) * sizes[name]).reshape(num + 1, sizes[name])
+            for num, names in zip(self.num_slots, self._planes, strict=True)
+            for name in names
+        }
+        """By plane: [slots, bytes of a block]."""
+
+    def save(self, group: int, block_id: int, slot: int) -> None:
+        """Copies a block to a slot. Work that begins or is queued afterwards may overwrite the block."""
+        started = self._now()
+        for name in self._planes[group]:
+            self._cache.save_block(name, block_id, self.rows[name][slot])
+        self._price.add_copy(group, self._now() - started, is_load=False)
+
+    def load(self, group: int, block_id: int, slot: int) -> None:
+        """Copies a slot to a block. Work that begins or is queued afterwards may read the block."""
+        started = self._now()
+        for name in self._planes[group]:
+            self._cache.load_block(name, block_id, self.rows[name][slot])
+        self._price.add_copy(group, self._now() - started, is_load=True)
+
+    def measure(self, group: int, block_id: int) -> None:
+        """Copies a block out and in again, which changes nothing. No other work may use it meanwhile."""
+        self.save(group, block_id, self.num_slots[group])
+        self.load(group, block_id, self.num_slots[group])
+
+
+def _shared_memory(num_bytes: int) -> Bytes:
+    descriptor = os.memfd_create("outrider-host-kv")
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        return np.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=np.uint8)
+    finally:
+        os.close(descriptor)

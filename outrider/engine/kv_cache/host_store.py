@@ -1,0 +1,114 @@
+"""Blocks of a KV cache that were evicted to main memory. Torch-free."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+from outrider.engine.kv_cache.block_copies import BlockCopies
+from outrider.engine.kv_cache.copy_price import CopyPrice
+
+MEASURE_EVERY = 16
+"""One of this many blocks that the price refuses is copied all the same, so that the price stays current."""
+
+
+class HostStore:
+    """Evicted blocks by group of layers and content hash, in a bounded number of slots for each group.
+
+    A block pool saves a block here when it takes it for other content, and loads it when a prefix match needs it. Both
+    happen only if they pay (`CopyPrice`). If there is no free slot, a block of a prefix is dropped: first one that was
+    loaded, since the pool has it, then the one that was evicted first. The blocks of preempted sequences (`keep`) are
+    dropped only for those of other preempted sequences: they are certain to be needed, and prefixes are not.
+
+    Engine thread only, except that any thread may read the numbers.
+    """
+
+    def __init__(self, copies: BlockCopies, price: CopyPrice) -> None:
+        self.price = price
+        self._copies = copies
+        self._free = [list(range(num - 1, -1, -1)) for num in copies.num_slots]
+        # The slots in use, by group and hash, in the order in which they are dropped: of prefixes, and of preempted
+        # sequences.
+        self._prefixes: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in self._free]
+        self._preempted: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in self._free]
+        self._kept: dict[int, Sequence[bytes]] = {}  # by key of a preempted sequence
+        self._num_keepers: Counter[bytes] = Counter()
+        self.num_saved = self.num_loaded = self.num_dropped = self.num_refused = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the slots in use."""
+        used = (num - len(free) for num, free in zip(self._copies.num_slots, self._free, strict=True))
+        return sum(num * size for num, size in zip(used, self._copies.slot_bytes, strict=True))
+
+    def keep(self, key: int, block_hashes: Sequence[bytes]) -> None:
+        """Prefers these blocks, of a sequence that is preempted, to those of prefixes. `key`: identifies it."""
+        self._kept[key] = block_hashes
+        self._num_keepers.update(block_hashes)
+        for prefixes, preempted in zip(self._prefixes, self._preempted, strict=True):
+            for block_hash in reversed(block_hashes):  # the last block is dropped first
+                if block_hash in prefixes:
+                    preempted[block_hash] = prefixes.pop(block_hash)
+
+    def forget(self, key: int) -> None:
+        """Ends `keep`: the sequence runs again or has ended. Its blocks are those of a prefix then, and are dropped
+        before others. Idempotent.
+        """
+        block_hashes = self._kept.pop(key, ())
+        self._num_keepers.subtract(block_hashes)
+        for block_hash in block_hashes:
+            if self._num_keepers[block_hash]:
+                continue
+            del self._num_keepers[block_hash]
+            for prefixes, preempted in zip(self._prefixes, self._preempted, strict=True):
+                if block_hash in preempted:
+                    prefixes[block_hash] = preempted.pop(block_hash)
+                    prefixes.move_to_end(block_hash, last=False)
+
+    def has(self, group: int, block_hash: bytes) -> bool:
+        """Returns whether a block is here and loading it pays."""
+        return block_hash in self._entries(group, block_hash) and self.price.load_pays
+
+    def save(self, group: int, block_id: int, block_hash: bytes) -> None:
+        """Saves a block that is being evicted, if that pays and there is a slot."""
+        entries = self._entries(group, block_hash)
+        if block_hash in entries:
+            entries.move_to_end(block_hash)
+            return
+        if not self.price.save_pays:
+            self.num_refused += 1
+            if self.num_refused % MEASURE_EVERY == 0:
+                self._copies.measure(group, block_id)
+            return
+        if not self._free[group] and not self._drop(group, may_drop_preempted=entries is self._preempted[group]):
+            self.num_dropped += 1
+            return
+        slot = self._free[group].pop()
+        self._copies.save(group, block_id, slot)
+        entries[block_hash] = slot
+        self.num_saved += 1
+
+    def load(self, group: int, block_id: int, block_hash: bytes) -> bool:
+        """Loads a block, which stays here as well. Returns False if it is not here, e.g. dropped since `has`."""
+        entries = self._entries(group, block_hash)
+        if block_hash not in entries:
+            return False
+        self._copies.load(group, block_id, entries[block_hash])
+        entries.move_to_end(block_hash, last=False)
+        self.num_loaded += 1
+        return True
+
+    def _entries(self, group: int, block_hash: bytes) -> OrderedDict[bytes, int]:
+        """Returns the slots among which a block is, or would be saved."""
+        return (self._preempted if block_hash in self._num_keepers else self._prefixes)[group]
+
+    def _drop(self, group: int, *, may_drop_preempted: bool) -> bool:
+        """Frees a slot. Returns False if all have blocks that must not be dropped."""
+        entries = self._prefixes[group]
+        if not entries and may_drop_preempted:
+            entries = self._preempted[group]
+        if not entries:
+            return False
+        self._free[group].append(entries.popitem(last=False)[1])
+        self.num_dropped += 1
+        return True

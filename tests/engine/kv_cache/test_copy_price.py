@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+
+from outrider.engine.kv_cache.copy_price import MIN_PROMPT_ROWS, NUM_TIMES, CopyPrice
+
+BLOCK = 16
+
+
+def priced(*, save, load, compute):
+    """Returns a price with these milliseconds per block."""
+    price = CopyPrice(block_size=BLOCK, num_groups=1)
+    price.add_copy(0, save / 1e3, is_load=False)
+    price.add_copy(0, load / 1e3, is_load=True)
+    price.add_step(compute / 1e3 * 10, num_rows=10 * BLOCK)
+    return price
+
+
+@pytest.mark.parametrize(
+    ("save", "load", "compute", "load_pays", "save_pays"),
+    [
+        (1.0, 1.0, 2.5, True, True),
+        (1.0, 2.0, 2.5, True, False),  # what is there already may be loaded, but nothing more is saved
+        (3.0, 1.0, 2.5, True, False),
+        (1.0, 3.0, 2.5, False, False),
+    ],
+)
+def test_a_copy_pays_if_it_is_faster_than_computing(save, load, compute, load_pays, save_pays):
+    price = priced(save=save, load=load, compute=compute)
+    assert (price.load_pays, price.save_pays) == (load_pays, save_pays)
+    assert str(price) == f"save {save:.3f} ms, load {load:.3f} ms, compute {compute:.3f} ms"
+
+
+def test_nothing_pays_before_all_is_measured():
+    price = CopyPrice(block_size=BLOCK, num_groups=1)
+    assert not (price.load_pays)
+    assert not (price.save_pays)
+    price.add_step(1.0, num_rows=BLOCK)
+    assert not (price.load_pays)
+    assert not (price.save_pays)
+    price.add_copy(0, 0.1, is_load=True)
+    assert price.load_pays
+    assert not price.save_pays
+
+
+def test_blocks_of_all_groups_are_needed():
+    price = CopyPrice(block_size=BLOCK, num_groups=2)
+    price.add_step(1.0, num_rows=BLOCK)
+    for group in range(2):
+        assert not price.load_pays
+        for is_load in (True, False):
+            price.add_copy(group, 0.3, is_load=is_load)
+    assert price.load_pays
+    assert not price.save_pays  # 1.2 s against 1 s
+
+
+def test_the_price_follows_the_last_times_and_ignores_single_slow_ones():
+    price = priced(save=1.0, load=1.0, compute=10.0)
+    price.add_copy(0, 1.0, is_load=True)
+    price.add_copy(0, 0.001, is_load=True)
+    assert price.load_pays
+    for _ in range(NUM_TIMES // 2 + 1):
+        price.add_copy(0, 1.0, is_load=True)
+    assert not price.load_pays
+
+
+def test_small_steps_say_nothing_about_prompts():
+    price = priced(save=1.0, load=1.0, compute=1.5)
+    for _ in range(NUM_TIMES):
+        price.add_step(1.0, num_rows=MIN_PROMPT_ROWS, num_prompt_rows=MIN_PROMPT_ROWS - 1)
+    assert not price.save_pays

@@ -1,0 +1,227 @@
+"""Which evicted blocks main memory keeps. Blocks are numbers here, and a slot holds what was copied to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.engine.kv_cache.block_pool import BlockPool, WindowPool
+from outrider.engine.kv_cache.host_store import MEASURE_EVERY, HostStore
+from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from tests.support.host_prices import FixedPrice
+from tests.support.pool_integrity import check_pool
+
+BLOCK = 4
+SLOT_BYTES = 10
+
+
+class Numbers:
+    """BlockCopies of a cache whose blocks are the values in `blocks`."""
+
+    def __init__(self, num_slots, num_groups=1):
+        self.num_slots, self.slot_bytes = [num_slots] * num_groups, [SLOT_BYTES] * num_groups
+        self.blocks, self._slots, self.measured = {}, {}, []
+
+    def save(self, group, block_id, slot):
+        assert 0 <= slot < self.num_slots[group]
+        self._slots[group, slot] = self.blocks.get((group, block_id))
+
+    def load(self, group, block_id, slot):
+        self.blocks[group, block_id] = self._slots[group, slot]
+
+    def measure(self, group, block_id):
+        self.measured.append((group, block_id))
+
+
+def make_store(num_slots=3, **price):
+    copies = Numbers(num_slots)
+    return HostStore(copies, FixedPrice(**price)), copies
+
+
+def saved(store, *names):
+    for name in names:
+        store.save(0, 0, name.encode())
+
+
+def present(store, names):
+    return "".join(name for name in names if store.has(0, name.encode()))
+
+
+def test_the_store_is_bounded_and_drops_what_was_loaded_then_what_was_evicted_first():
+    store, _ = make_store()
+    saved(store, "a", "b", "c")
+    assert store.num_bytes == 3 * SLOT_BYTES
+    assert store.load(0, 1, b"b")
+    saved(store, "d")
+    assert present(store, "abcd") == "acd"
+    assert not store.load(0, 1, b"b")
+    saved(store, "e")
+    assert present(store, "acde") == "cde"
+    assert (store.num_saved, store.num_dropped, store.num_bytes) == (5, 2, 3 * SLOT_BYTES)
+
+
+def test_what_is_here_already_is_not_copied_again():
+    store, _ = make_store()
+    saved(store, "a", "b", "c", "a")
+    assert store.num_saved == 3
+    saved(store, "d")
+    assert present(store, "abcd") == "acd"
+
+
+def test_content_comes_back():
+    store, copies = make_store(num_slots=8)
+    for number in range(8):
+        copies.blocks[0, number] = f"content {number}"
+        store.save(0, number, bytes([number]))
+    for number in range(8):
+        assert store.load(0, 20, bytes([number]))
+        assert copies.blocks[0, 20] == f"content {number}"
+    assert store.num_loaded == 8
+
+
+def test_blocks_of_preempted_sequences_do_not_lose_to_prefixes():
+    store, _ = make_store()
+    saved(store, "a")
+    store.keep(1, [b"a", b"b"])  # a is here already, b follows
+    saved(store, "x", "b", "y", "z")
+    assert present(store, "abxyz") == "abz"
+    store.keep(2, [b"c", b"d"])
+    saved(store, "c", "e")  # e would be a prefix, and all slots have blocks of preempted sequences
+    assert present(store, "abce") == "abc"
+    saved(store, "d")  # a preempted sequence's may take their slots
+    assert present(store, "abcd") == "bcd"
+
+
+def test_a_sequence_that_runs_again_or_ends_leaves_prefixes():
+    store, _ = make_store()
+    for key in (1, 2):
+        store.keep(key, [b"a", b"b"])
+    saved(store, "a", "b")
+    store.forget(1)
+    saved(store, "x", "y")
+    assert present(store, "abxy") == "aby"  # the other sequence keeps them
+    store.forget(2)
+    store.forget(2)
+    assert not store._num_keepers
+    saved(store, "v")
+    assert present(store, "abyv") == "ayv"  # from the end of the sequence on
+    saved(store, "w")
+    assert present(store, "ayvw") == "yvw"
+
+
+def test_a_store_slower_than_computing_is_not_used():
+    store, copies = make_store(save_pays=False)
+    for number in range(2 * MEASURE_EVERY):
+        store.save(0, number, str(number).encode())
+    assert (store.num_saved, store.num_bytes, store.num_refused) == (0, 0, 2 * MEASURE_EVERY)
+    assert copies.measured == [(0, MEASURE_EVERY - 1), (0, 2 * MEASURE_EVERY - 1)]  # so that a better price is seen
+    store, _ = make_store()
+    saved(store, "a")
+    store.price.load_pays = False
+    assert not store.has(0, b"a")
+
+
+def written(pool, copies, token_ids):
+    kv = SequenceKV.create(pool, token_ids, max_cached_tokens=len(token_ids))
+    num_cached = kv.num_tokens
+    kv.reserve(len(token_ids))
+    for index in range(num_cached // BLOCK, len(token_ids) // BLOCK):
+        copies.blocks[0, kv.block_ids[index]] = tuple(token_ids[: (index + 1) * BLOCK])
+    kv.advance(len(token_ids))
+    kv.publish(token_ids)
+    return kv, num_cached
+
+
+def content(kv, copies):
+    return [copies.blocks[0, block_id] for block_id in kv.block_ids]
+
+
+def pool_with_store(num_blocks=4, num_slots=16, **price):
+    pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK, hash_seed=b"")
+    store, copies = make_store(num_slots, **price)
+    pool.use_host(store)
+    return pool, store, copies
+
+
+def test_evicted_prefixes_come_back():
+    pool, store, copies = pool_with_store()
+    first, second = list(range(16)), list(range(50, 66))
+    for token_ids in (first, second, first):
+        kv, num_cached = written(pool, copies, token_ids)
+        assert content(kv, copies) == [tuple(token_ids[:end]) for end in (4, 8, 12, 16)]
+        kv.free()
+    assert num_cached == 16
+    assert (store.num_saved, store.num_loaded) == (8, 4)
+    check_pool(pool)
+
+
+def test_a_prefix_may_be_in_both_places():
+    pool, store, copies = pool_with_store()
+    token_ids = list(range(16))
+    written(pool, copies, token_ids)[0].free()
+    others = pool.allocate(2)  # evicts the chain's end
+    pool.release(others)
+    kv, num_cached = written(pool, copies, token_ids)
+    assert num_cached == 16
+    assert store.num_loaded == 2
+    assert content(kv, copies) == [tuple(token_ids[:end]) for end in (4, 8, 12, 16)]
+
+
+def window_pool(num_slots):
+    pool = WindowPool(window=8, max_step_tokens=8, first_block=4, num_blocks=20, block_size=BLOCK, hash_seed=b"")
+    copies = Numbers(num_slots, num_groups=2)
+    pool.use_host(HostStore(copies, FixedPrice()), group=1)
+    return pool, copies
+
+
+def publish(pool, copies, *hashes):
+    for name in hashes:
+        (block_id,) = pool.allocate(1)
+        copies.blocks[1, block_id] = name
+        pool.register(block_id, name)
+        pool.release((block_id,))
+
+
+def test_a_windows_blocks_come_from_both_places():
+    pool, copies = window_pool(num_slots=9)
+    publish(pool, copies, b"a", b"b", b"c")
+    pool.release(pool.allocate(19))  # evicts a and b
+    assert all(map(pool.has, (b"a", b"b", b"c")))
+    assert not pool.has(b"d")
+    taken = pool.take([b"b", b"c", b"a"])
+    assert [copies.blocks[1, block_id] for block_id in taken] == [b"b", b"c", b"a"]
+    assert (pool.host.num_loaded, pool.num_free_blocks) == (2, 17)
+    pool.release(taken)
+    assert pool.num_free_blocks == 20
+    check_pool(pool)
+
+
+def test_of_a_window_that_is_not_whole_nothing_is_taken():
+    pool, copies = window_pool(num_slots=1)
+    publish(pool, copies, b"a", b"b", b"c")
+    pool.release(pool.allocate(20))  # the one slot has c
+    assert not pool.has(b"a")
+    assert pool.take([b"c", b"a"]) is None
+    assert pool.num_free_blocks == 20
+    check_pool(pool)
+
+
+def test_nothing_is_loaded_for_a_sequence_that_has_no_room():
+    pool, store, copies = pool_with_store()
+    token_ids = list(range(16))
+    written(pool, copies, token_ids)[0].free()
+    held = pool.allocate(2)
+    kv = SequenceKV.create(pool, token_ids, max_cached_tokens=16)
+    assert kv.num_tokens == 8
+    assert store.num_loaded == 0
+    assert pool.num_free_blocks == 0
+    check_pool(pool, [held, kv.block_ids])
+
+
+@pytest.mark.parametrize("refused", ["load_pays", "save_pays"])
+def test_what_does_not_pay_is_computed(refused):
+    pool, store, copies = pool_with_store(**{refused: False})
+    for token_ids in (list(range(16)), list(range(50, 66))):
+        written(pool, copies, token_ids)[0].free()
+    _, num_cached = written(pool, copies, list(range(16)))
+    assert num_cached == 0
+    assert store.num_loaded == 0

@@ -1,0 +1,16 @@
+"""Prices of copies for tests: they do not depend on the machine."""
+
+from __future__ import annotations
+
+from outrider.engine.kv_cache.copy_price import CopyPrice
+
+
+class FixedPrice(CopyPrice):
+    """A price whose answers a test sets. Measurements do not change them."""
+
+    load_pays: bool = True
+    save_pays: bool = True
+
+    def __init__(self, *, load_pays: bool = True, save_pays: bool = True) -> None:
+        super().__init__(block_size=1, num_groups=4)
+        self.load_pays, self.save_pays = load_pays, save_pays
