@@ -135,9 +135,10 @@ def open_ranks(
         release.callback(_leave_process_group)
         shard = open_shard(start, progress=progress)
         reduction = None if features is None else features(shard.model)
-        is_by_modules = shard.model.stage is not None and shard.model.model is not None
-        if reduction is not None and (is_by_modules or shard.is_data_parallel):
-            raise ConfigError(f"model.head needs a native decoder with model.{config.parallel_setting}: set it empty")
+        if reduction is not None and shard.is_data_parallel:
+            raise ConfigError("model.head does not go with model.expert_parallel_size: set it empty")
+        if reduction is not None and shard.model.stage is not None and shard.model.model is not None:
+            raise ConfigError("model.head needs a native decoder with model.pipeline_parallel_size: set it empty")
         taps = () if reduction is None else reduction.taps
         shard = replace(shard, model=shard.model.with_features(reduction))
         rooms = [shard.room, *_receive(ranks.members)]
