@@ -75,8 +75,7 @@ class PrefillTask:
             return False
         salt = call.options.kv_salt
         kv = SequenceKV.create(pool, tokens, max_cached_tokens=len(tokens), cache_salt=salt)
-        has_room = kv.num_blocks_needed(len(tokens)) <= pool.num_free_blocks
-        if call.held_prefix_length - kv.num_tokens < MIN_READ_TOKENS or not has_room:
+        if call.held_prefix_length - kv.num_tokens < MIN_READ_TOKENS or not kv.fits(len(tokens)):
             kv.free()
             return False
         kv.reserve(len(tokens))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -145,10 +147,29 @@ class ModuleSteps(ModelRunner):
             return leaving[0]
         return logits.numpy() if self._is_native else logits
 
-    def _by_modules(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None) -> Tensor:
+    @torch.inference_mode()
+    def hidden_rows(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
+        """Does what `forward` does before the output layer: returns [num_logits, hidden_size] for `logits_of`."""
+        batch = self._attention.plan(batch)
+        rows: Tensor = self._model.base_model(**self._arguments(batch, on_layer_done)).last_hidden_state[0]
+        return rows[batch.on(self._kv_cache.device).logits_rows]
+
+    @torch.inference_mode()
+    def logits_of(self, rows: Tensor) -> Array:
+        """Returns the logits of such rows, perhaps of other ranks, in the form of `forward`."""
+        if not len(rows):
+            return np.empty((0, self._vocab_size), dtype=np.float32)
+        output_layer = copy.copy(self._model)  # the same modules, except for the decoder
+        given = _GivenRows(rows)
+        output_layer.__dict__["_modules"] = self._model._modules | {self._model.base_model_prefix: given}  # noqa: SLF001
+        logits: Tensor = output_layer(input_ids=None, use_cache=False).logits[0].float()
+        return logits.numpy() if self._is_native else logits
+
+    def _arguments(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None) -> dict[str, Any]:
+        """Returns the arguments of the model's modules."""
         device = self._kv_cache.device
         on_device = batch.on(device)
-        arguments: dict[str, Any] = {
+        return {
             "input_ids": on_device.token_ids.unsqueeze(0),  # [1, num_rows]
             "position_ids": on_device.positions.unsqueeze(0),
             "use_cache": False,
@@ -156,13 +177,29 @@ class ModuleSteps(ModelRunner):
                 self._kv_cache, self._attention, batch, on_layer_done, first_layer=self._first_layer
             ),
         }
+
+    def _by_modules(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None) -> Tensor:
+        device, arguments = self._kv_cache.device, self._arguments(batch, on_layer_done)
         if batch.num_logits == 0 or (self._stage is not None and not self._stage.is_last):
             self._model.base_model(**arguments)
             return torch.empty((0, self._vocab_size), device=device)
         if batch.selects_logits:
-            arguments["logits_to_keep"] = on_device.logits_rows
+            arguments["logits_to_keep"] = batch.on(device).logits_rows
         logits: Tensor = self._model(**arguments).logits[0]  # [num_logits, vocab_size]
         return logits.float()
+
+
+class _GivenRows(nn.Module):
+    """Takes the place of a decoder whose hidden states are known."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def forward(self, **_arguments: Any) -> Any:
+        from transformers.modeling_outputs import MoeModelOutputWithPast  # takes seconds, but not in a model of modules
+
+        return MoeModelOutputWithPast(last_hidden_state=self._rows.unsqueeze(0))
 
 
 class PagedStep:

@@ -37,7 +37,7 @@ from outrider.model_hub.window import Window
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _OF_DELTA_RULE = "linear_num_value_heads"
 """A field of configurations whose layers of type linear_attention are gated delta rules."""
-_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MEAN_TOLERANCE = 0.3
 """Bound on the mean difference of all rows, as a fraction of the bound on one row. It detects faults that change
 every row, but by less than the bound on one row."""
@@ -70,7 +70,7 @@ def check_config(config: PretrainedConfig, device: str) -> None:
             if why := why_not_readable(quantization):
                 raise ModelError(f"{name}: {why}")
             text = config.get_text_config(decoder=True)
-            if any(getattr(text, each, None) for each in _NUMBERS_OF_EXPERTS):
+            if any(getattr(text, each, None) for each in NUMBERS_OF_EXPERTS):
                 raise ModelError(f"{name} has quantized experts, which are not supported on a CPU: {ADVICE}")
         elif package := gpu_package(method := method_of(quantization)):
             raise ModelError(f"{name} is quantized ({method}), which needs a package on a GPU: pip install {package}")

@@ -48,16 +48,17 @@ def experts(
     x: Tensor,  # [num_rows, hidden_size], float32 or bfloat16; the weights' type unless they are quantised
     expert_ids: Tensor,  # [num_rows, num_slots] int64
     weights: Tensor,  # [num_rows, num_slots] float32
-    y: Tensor,  # like x
+    y: Tensor,  # like x; or [num_rows, num_slots, hidden_size] float32
 ) -> None:
-    """Computes the weighted sum of each row's experts."""
+    """Computes the weighted sum of each row's experts, or if `y` has slots, what would be added."""
     is_right = x.shape[1:] == (struct.hidden_size,) and len(x) == len(expert_ids) and expert_ids.shape == weights.shape
     _check(is_right and expert_ids.dtype == torch.int64 and weights.dtype == torch.float32, f"experts of {x.shape}")
     of_weights = structures.OutriderMatrix.from_address(struct.gate_up).type
     _check(of_weights in (*QUANTISED_TYPES, ELEMENT_TYPES[x.dtype]), f"{x.dtype} for weights of another type")
     _call(
         kernels.library.functions.outrider_experts, kernels.team, workspace.handle, ELEMENT_TYPES[x.dtype], struct,
-        x.data_ptr(), len(x), expert_ids.data_ptr(), weights.data_ptr(), expert_ids.shape[1], y.data_ptr(),
+        x.data_ptr(), len(x), expert_ids.data_ptr(), weights.data_ptr(), expert_ids.shape[1], int(y.ndim == 2),
+        y.data_ptr(),
     )  # fmt: skip
 
 

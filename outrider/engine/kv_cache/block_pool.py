@@ -44,21 +44,26 @@ class BlockPool:
         hash_seed: bytes,
         enable_prefix_cache: bool = True,
         windows: Sequence[WindowPool | StatePool] = (),
+        first_block_id: int = 0,
     ) -> None:
+        """`first_block_id`: the number of the first block, if it is not 0."""
         assert num_blocks >= 1
         assert block_size >= 1
         self.windows = tuple(windows)
         self.host: HostStore | None = None
         self._group = 0  # of `host`
         self.num_blocks = num_blocks
+        self.num_blocks_together = num_blocks
+        """Maximum number of blocks of a sequence and its forks, see `part_for`."""
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
         self._hash_seed = hash_seed
-        self._ref_counts = [0] * num_blocks
-        self._hash_of: list[bytes | None] = [None] * num_blocks
+        end = first_block_id + num_blocks
+        self._ref_counts = [0] * end
+        self._hash_of: list[bytes | None] = [None] * end
         self._block_of: dict[bytes, int] = {}
         # A stack with the lowest ids on top, so that unwritten memory stays uncommitted for as long as possible.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = list(range(end - 1, first_block_id - 1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
 
     @property
@@ -91,6 +96,13 @@ class BlockPool:
     def num_blocks_for(self, num_tokens: int) -> int:
         """Returns the number of blocks needed to hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    def part_for(self, token_ids: Sequence[int], *, max_tokens: int, cache_salt: bytes = b"") -> BlockPool:
+        """Returns the pool in which a new sequence has its blocks: this one, unless it is divided (see DividedPool).
+
+        For the arguments see SequenceKV.create.
+        """
+        return self
 
     # --- allocation -----------------------------------------------------------------------
 
@@ -165,6 +177,10 @@ class BlockPool:
                 break
             matched.append(block_id)
         return matched
+
+    def is_published(self, block_hash: bytes) -> bool:
+        """Returns whether the prefix cache has the block with this content."""
+        return block_hash in self._block_of
 
     def register(self, block_id: int, block_hash: bytes) -> None:
         """Publishes a used block under its content hash. If the hash is already published, the first block keeps it."""

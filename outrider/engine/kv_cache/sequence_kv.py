@@ -75,6 +75,7 @@ class SequenceKV:
         `windows_arrive`: whether all that later rows see through sliding windows arrives from elsewhere, so that it
         need not be in the cache. No row may be computed before it has arrived.
         """
+        pool = pool.part_for(token_ids, max_tokens=max_cached_tokens, cache_salt=cache_salt)
         kv = cls(pool, cache_salt=cache_salt)
         if kv.state is not None:  # a row must be computed that needs the state of `last_border`
             max_cached_tokens = min(max_cached_tokens, len(token_ids) - 1)
@@ -163,6 +164,15 @@ class SequenceKV:
             if min(needed, table.pool.num_blocks) > table.pool.num_free_blocks:
                 return False
         return True
+
+    @property
+    def num_free_blocks(self) -> int:
+        """The number of blocks that are free for this table."""
+        return self._pool.num_free_blocks
+
+    def shares_pool(self, other: SequenceKV | None) -> bool:
+        """Returns whether both have their blocks in the same pool, so that one can use what the other releases."""
+        return other is not None and self._pool is other._pool  # noqa: SLF001 of this class
 
     def max_reserved(self, num_tokens: int) -> int:
         """Returns the largest number of tokens, at most `num_tokens`, for which `reserve` would succeed if it need not

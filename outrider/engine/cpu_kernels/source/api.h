@@ -113,11 +113,12 @@ struct OutriderExperts {
 
 // Computes the weighted sum of each row's experts. x and y: [num_rows, hidden_size] of the activations' type, FLOAT32
 // or BFLOAT16; expert_ids and weights: [num_rows, num_slots]. The slots of a row are added in their order, so a row's
-// bits do not depend on other rows. A slot whose id is not from 0 to num_experts - 1 adds nothing.
+// bits do not depend on other rows. A slot whose id is not from 0 to num_experts - 1 adds nothing. `is_summed` 0: the
+// weighted slots are not added, and y is [num_rows, num_slots, hidden_size] FLOAT32.
 OUTRIDER_API OutriderStatus outrider_experts(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
                                              const OutriderExperts* experts, const void* x, int64_t num_rows,
                                              const int64_t* expert_ids, const float* weights, int64_t num_slots,
-                                             void* y);
+                                             int32_t is_summed, void* y);
 
 // ---- rms_norm.cpp: y = x / sqrt(mean(x^2) + epsilon) * weight, row by row; weight is float32. `rounds_once` 0: the
 // normalised values are also rounded to `type` before they are multiplied by the weight.
