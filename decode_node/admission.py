@@ -80,8 +80,9 @@ class Admission:
         if num_samples > 1:  # each continues in a copy of the prompt's last block, unless that block is full
             own = needed - num_prompt // self._pool.block_size
             needed = self._blocks(num_prompt) + num_samples * own
-        if needed > self._pool.num_blocks:
-            return RejectReason.TOO_LARGE, f"the group needs {needed} KV blocks, the node has {self._pool.num_blocks}"
+        most = self._pool.num_blocks_together
+        if needed > most:
+            return RejectReason.TOO_LARGE, f"the group needs {needed} KV blocks, the node has {most}"
         return None
 
     def blocks_needed(

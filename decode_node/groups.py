@@ -133,10 +133,14 @@ class GroupTable:
         self, pool: BlockPool, kv: SequenceKV, opened: OpenSequenceGroup, num_shared: int, *, arriving: int
     ) -> int:
         """Returns how many blocks a new group's table needs for its shared tokens, of which `arriving` arrive from
-        elsewhere; more than are free if its sliding windows have no room.
+        elsewhere; more than are free if its sliding windows, or its part of a divided pool, have no room.
         """
         needed, num_forks = kv.num_blocks_needed(num_shared), len(opened.samples) - 1
-        if kv.windows_fit(num_shared, arriving=arriving, kept_back=self.num_sequences, num_forks=num_forks):
+        windows_fit = kv.windows_fit(num_shared, arriving=arriving, kept_back=self.num_sequences, num_forks=num_forks)
+        # In a part of a divided pool, samples must find room to start, or they would wait and keep what others need.
+        is_part = kv.num_free_blocks < pool.num_free_blocks
+        spare = self.num_sequences + 2 * len(opened.samples) if is_part and len(self) else 0
+        if windows_fit and needed + spare <= kv.num_free_blocks:
             return needed
         return max(needed, pool.num_free_in_scarcest + 1)
 

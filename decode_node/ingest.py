@@ -14,7 +14,7 @@ from outrider.service.security import warn_if_unauthenticated
 
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.planes import PlaneSpec
-    from outrider.engine.kv_cache.window_table import WindowTable
+    from outrider.engine.kv_cache.sequence_kv import GroupTable
     from outrider.engine.ranks.sharded_cache import KVCache
 
 
@@ -54,7 +54,7 @@ class Ingest:
         transfer_id: bytes,
         block_ids: Sequence[int],
         *,
-        windows: Sequence[WindowTable] = (),
+        windows: Sequence[GroupTable] = (),
         start_token: int,
         end_token: int,
         planes: tuple[PlaneSpec, ...] = (),

@@ -15,6 +15,7 @@ from decode_node.groups import PrefixLookups
 from decode_node.step import StepStats
 from outrider.drafting.book import DraftCounters
 from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.runner_base import RankLoad
 from outrider.node import NodeLoad
 from outrider.service.telemetry.metrics import EngineMetrics
 from outrider.service.telemetry.recent_sum import RecentSum
@@ -111,9 +112,12 @@ class DecodeMetrics:
         received: Counter[str],
         drafts: DraftClientStatus,
         prefix_lookups: PrefixLookups,
+        ranks: RankLoad | None,
     ) -> None:
         """Updates gauges, and counters from the totals that other parts keep. Called periodically."""
         self._engine.set_load(load)
+        if ranks is not None:
+            self._engine.set_ranks(**ranks._asdict())
         for reason, name in REFUSED.items():
             if num_new := received[name] - self._received[name]:
                 self._engine.add_dropped_frames(reason, num_new)

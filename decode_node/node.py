@@ -158,6 +158,7 @@ class DecodeNode(TargetNode[DecodeParts]):
                     received=self._parts.ingest.inbox.counters(),
                     drafts=DraftClientStatus() if self._parts.drafts is None else self._parts.drafts.status(),
                     prefix_lookups=self._parts.groups.prefix_lookups,
+                    ranks=self._parts.engine.runner.rank_load,
                 )
             except Exception as error:  # noqa: BLE001 a bug in one figure must not stop all figures for good
                 _log.error("metrics could not be updated", error=str(error), exc_info=error)

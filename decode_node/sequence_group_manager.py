@@ -197,7 +197,7 @@ class SequenceGroupManager:
             sequence_group_id=opened.sequence_group_id,
             reason=RejectReason.NO_ROOM,
             message=message,
-            kv_blocks_needed=min(num_blocks, self._engine.pool.num_blocks),  # an empty node can take any group
+            kv_blocks_needed=min(num_blocks, self._engine.pool.num_blocks_together),  # an empty node can take any group
             num_sequences_needed=len(opened.samples),
             wait_seconds=wait_seconds,
         )

@@ -50,6 +50,7 @@ class PlannedSequence(NamedTuple):
             draft.parents,
             sequence.adapter,
             kv.window_tables(),
+            None if kv.state is None else kv.plan_states(num_rows),
         )
 
     def draft_rows(self) -> DraftRows:

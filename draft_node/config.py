@@ -59,6 +59,8 @@ class DraftNodeConfig:
             max_model_len=0,
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
+            expert_parallel_size=1,
+            num_redundant_experts=0,
             deterministic=False,
         )
 

@@ -92,7 +92,7 @@ class PrefillNode(TargetNode[PrefillParts]):
             has_prefix_cache=pool.enable_prefix_cache,
             host=pool.host,
         )
-        max_tokens = min(parts.model.max_model_len, pool.num_blocks * pool.block_size)
+        max_tokens = min(parts.model.max_model_len, pool.num_blocks_together * pool.block_size)
         self._servicer.serve(self._jobs, ServedModel(node_name=self._name, info=parts.model, max_tokens=max_tokens))
         self._state = NodeState.SERVING
 
@@ -138,6 +138,9 @@ class PrefillNode(TargetNode[PrefillParts]):
             metrics.observe_step(seconds=stats.seconds, num_rows=stats.num_rows)
             metrics.add_step_parts(stats.nanoseconds)
         metrics.set_load(self._load())
+        assert self._parts is not None
+        if (ranks := self._parts.engine.runner.rank_load) is not None:
+            metrics.set_ranks(**ranks._asdict())
 
     def _engine_failed(self, error: Exception) -> None:
         """Ends the process, whose state is not to be trusted after a bug. Called from the engine thread."""

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.engine.kv_cache.planes import PlaneSpec, find_plane
-from outrider.engine.kv_cache.window_table import WindowTable
+from outrider.engine.kv_cache.planes import STATE_PLANE, PlaneSpec, find_plane
+from outrider.engine.kv_cache.sequence_kv import GroupTable
 from outrider.engine.ranks.sharded_cache import KVCache
 from outrider.errors import AbortedError, InternalError, OutriderError
 from outrider.faults import fault_point
@@ -72,7 +72,7 @@ class KvPush:
         spec: TransferSpec,
         block_ids: Sequence[int],  # blocks of the prompt's tokens from position 0
         on_ended: Callable[[PushOutcome], None],
-        windows: Sequence[WindowTable] = (),
+        windows: Sequence[GroupTable] = (),
         read_from: int | None = None,
         on_read: Callable[[bool], None] = lambda _has_read: None,
     ) -> None:
@@ -114,6 +114,9 @@ class KvPush:
         for group in self._kv_cache.layer_groups:
             planes = tuple(find_plane(self._spec.planes, name) for name in group.plane_names if group.layers)
             self._put(planes, group.places(layers), start_token, end_token)
+            if group.has_states:
+                states = find_plane(self._spec.planes, STATE_PLANE)
+                self._put((states,), group.places(layers), start_token, end_token)
 
     def _put(self, planes: tuple[PlaneSpec, ...], layers: range, start_token: int, end_token: int) -> None:
         if planes and layers:
@@ -257,10 +260,15 @@ class KvPush:
     def _cut(
         self, largest: int, planes: Sequence[PlaneSpec], layers: range, start_token: int, end_token: int
     ) -> Iterator[Region]:
-        """Yields the frames, of at most `largest` bytes each, that cover these planes, layers and tokens."""
+        """Yields the frames, of at most `largest` bytes each, that cover these planes, layers and tokens. Heads are
+        divided if all of them do not fit into a frame, as those of large states.
+        """
         for plane in planes:
+            num_heads = largest // plane.bytes_per_head
             for heads in self._kv_cache.head_ranges(plane.name):
-                yield from cut_frames(plane, heads, layers, start_token, end_token, max_frame_bytes=largest)
+                for first in heads[::num_heads]:
+                    part = range(first, min(first + num_heads, heads.stop))
+                    yield from cut_frames(plane, part, layers, start_token, end_token, max_frame_bytes=largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +281,7 @@ class LayerGroups:
     @classmethod
     def of(cls, kv_cache: KVCache, *, frame_bytes: int) -> LayerGroups:
         """Returns the groups of a model's layers."""
-        layered = [plane for plane in kv_cache.planes if not plane.is_feature]
+        layered = [plane for plane in kv_cache.planes if not (plane.is_feature or plane.is_state)]
         num_layers = sum(len(group.layers) for group in kv_cache.layer_groups)
         return cls(num_layers, frame_bytes // max(plane.bytes_per_token_per_layer for plane in layered))
 

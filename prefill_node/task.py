@@ -91,8 +91,7 @@ class PrefillTask:
             return False
         salt = call.options.kv_salt
         kv = SequenceKV.create(pool, tokens, max_cached_tokens=len(tokens), cache_salt=salt)
-        has_room = kv.num_blocks_needed(len(tokens)) <= pool.num_free_blocks
-        if call.held_prefix_length - kv.num_tokens < MIN_READ_TOKENS or not has_room:
+        if call.held_prefix_length - kv.num_tokens < MIN_READ_TOKENS or not kv.fits(len(tokens)):
             kv.free()
             return False
         kv.reserve(len(tokens))
@@ -229,4 +228,5 @@ def chunk_rows(item: Scheduled, task: PrefillTask | None) -> Iterator[SequenceRo
             num_logits=len(item.scored_token_ids),
             adapter=sequence.adapter,
             window_tables=sequence.kv.window_tables(),
+            states=sequence.kv.plan_states(len(run)),
         )

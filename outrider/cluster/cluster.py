@@ -314,9 +314,7 @@ class Cluster:
         self._change_state(child, ChildState.STARTING, EventKind.STARTING, f"pid {child.pid}")
 
     def _reserve_port(self) -> int:
-        """Returns a free port that stays reserved until the cluster ends. A process may be restarted on it, since
-        nobody else gets it meanwhile.
-        """
+        """Returns a free port. It stays reserved until the cluster ends, so that a child can be restarted on it."""
         with reserve_port("0.0.0.0" if loopback() == "127.0.0.1" else "::", 0) as reserved:  # noqa: S104 never listens
             port: int = reserved.getsockname()[1]
             self._holds.append(reserved.detach())

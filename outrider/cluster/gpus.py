@@ -57,8 +57,7 @@ def assign_gpus(
         model = (by_role or {}).get(role, settings).sections["model"]
         count = 1 if role == DRAFT else model.num_ranks
         if count > len(gpus) and gpus != UNNAMED_GPUS:
-            how = "tensor" if model.tensor_parallel_size > 1 else "pipeline"
-            raise ConfigError(f"model.{how}_parallel_size {count} needs as many GPUs: {len(gpus)} may be used")
+            raise ConfigError(f"model.{model.parallel_setting} {count} needs as many GPUs: {len(gpus)} may be used")
         least = sorted(gpus, key=loads.__getitem__)[:count]
         placed[name] = sorted(least, key=gpus.index)
         loads.update(dict.fromkeys(least, GPU_WEIGHTS[role]))

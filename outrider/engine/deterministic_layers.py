@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor, nn
 
+from outrider.engine.divided_experts import ExpertDivision
 from outrider.engine.experts import replace_experts
 from outrider.engine.gpu_kernels.decoder import Norm, rms_norm
 from outrider.engine.gpu_kernels.experts import SortedSlots, grouped_linear, sort_slots, sum_of_slots
@@ -47,14 +48,21 @@ class DeterministicExperts(nn.Module):
 
     def forward(self, rows: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Maps [num_rows, hidden_size] to the same shape and dtype. `expert_ids` and `weights`: [num_rows, slots]."""
-        experts, rows = self._experts, rows.contiguous()
-        ids, num_slots = expert_ids.long().contiguous(), expert_ids.numel()
-        slots = sort_slots(ids, experts.num_experts)
+        ids, rows = expert_ids.long().contiguous(), rows.contiguous()
+        scales, num_experts = weights.float().contiguous(), self._experts.num_experts
+        return sum_of_slots(self.products(rows, ids), ids, scales, num_experts, torch.empty_like(rows))
+
+    def products(self, rows: Tensor, expert_ids: Tensor) -> Tensor:
+        """Implements OwnExperts.products, also for several slots of a row: [num_rows * slots, hidden_size]."""
+        experts, num_slots = self._experts, expert_ids.numel()
+        slots = sort_slots(expert_ids, experts.num_experts)
         up = self._product(rows, slots, "gate_up_proj" if experts.has_gate else "up_proj", rows.dtype, num_slots)
         active = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)  # noqa: SLF001 as gate_of
-        products = self._product(active.contiguous(), slots, "down_proj", torch.float32, num_slots)
-        scales = weights.float().contiguous()
-        return sum_of_slots(products, ids, scales, experts.num_experts, torch.empty_like(rows))
+        return self._product(active.contiguous(), slots, "down_proj", torch.float32, num_slots)
+
+    def memory_of(self, expert: int) -> list[Tensor]:
+        """Implements OwnExperts.memory_of."""
+        return [parameter.detach()[expert] for parameter in self._experts.parameters(recurse=False)]
 
     def _product(self, rows: Tensor, slots: SortedSlots, name: str, dtype: torch.dtype, num_slots: int) -> Tensor:
         experts = self._experts
@@ -77,9 +85,10 @@ class DeterministicRMSNorm(nn.Module):
         return rms_norm(rows.reshape(-1, rows.shape[-1]).contiguous(), self._norm).view(rows.shape)
 
 
-def make_deterministic(model: nn.Module) -> None:
-    """Replaces the model's linear layers, experts and norms in place."""
-    replace_experts(model, DeterministicExperts, DeterministicLinear)
+def make_deterministic(model: nn.Module, division: ExpertDivision | None = None) -> None:
+    """Replaces the model's linear layers, experts and norms in place. `division`: as in NativeLayers.replace_in."""
+    make_experts = DeterministicExperts if division is None else division.divided(DeterministicExperts)
+    replace_experts(model, make_experts, DeterministicLinear)
     replace_linear_layers(model, DeterministicLinear)
     replace_norms(model, DeterministicRMSNorm)
 

@@ -26,8 +26,11 @@ NUM_PROBES = 3
 def open_host_store(cache: KVCache, runner: ModelRunner, num_bytes: int) -> HostStore:
     """Makes a store of `num_bytes` for a cache whose blocks are all free, and measures its first prices.
 
-    Raises: ConfigError if that much main memory is not free, besides the cache's own if that is in main memory.
+    Raises: ConfigError if the model has linear attention, or if that much main memory is not free, besides the cache's
+    own if that is in main memory.
     """
+    if cache.layer_groups[-1].has_states:
+        raise ConfigError("kv_cache.host_memory does not go with linear attention, whose states are not moved")
     on_cpu = cache.device == "cpu"
     blocks = {group.window: num for group, num in zip(cache.layer_groups[1:], cache.window_blocks, strict=True)}
     blocks[0] = cache.num_blocks

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engine.kv_cache.base import Slots, slots_of
+from outrider.engine.kv_cache.state_table import StateSteps
 from outrider.engine.low_rank import PackedAdapter
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class SequenceRows(NamedTuple):
     parents: Sequence[int] = ()  # in a draft tree, the index of each draft's parent among the drafts; -1: none
     adapter: PackedAdapter | None = None  # what the model's linear layers add for these rows; None: nothing
     window_tables: Sequence[array[int]] = ()  # like block_ids, of each sliding window, int32; empty: as block_ids
+    states: StateSteps | None = None  # of linear attention; None: it computes all tokens from the first one on
 
 
 Values = TypeVar("Values")
@@ -83,11 +85,12 @@ class InputBatch:
     block_size: int
     is_padded: bool = False  # see `graph_shapes.pad`; a forward then uses all of logits_rows
     adapters: tuple[PackedAdapter | None, ...] = ()  # of each sequence; empty: no sequence has one
+    states: tuple[StateSteps | None, ...] = ()  # of each sequence, as in SequenceRows; empty: None for all
     _tensors: dict[str, BatchFields[Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the batch without its tensors, because another process makes its own."""
-        return InputBatch, (self.arrays, self.block_size, self.is_padded, self.adapters)
+        return InputBatch, (self.arrays, self.block_size, self.is_padded, self.adapters, self.states)
 
     @property
     def num_rows(self) -> int:
@@ -123,7 +126,8 @@ class InputBatch:
 
     def with_plan(self, plan: array[int]) -> InputBatch:
         """Returns the same batch with an `attention_plan`. It shares all other arrays, but no tensors."""
-        return InputBatch(replace(self.arrays, attention_plan=plan), self.block_size, self.is_padded, self.adapters)
+        arrays = replace(self.arrays, attention_plan=plan)
+        return InputBatch(arrays, self.block_size, self.is_padded, self.adapters, self.states)
 
     def context_slots(self, sequence: int, num_tokens: int, group: int = 0) -> Slots:
         """Returns the slots of a sequence's first tokens, from its block table: [num_tokens] int64."""
@@ -193,7 +197,7 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
     paths: dict[int, list[int]] = {}  # places in `slots`, by row
     num_rows = 0
     has_adapters = False
-    for index, (tokens, start, block_ids, num_logits, parents, adapter, _) in enumerate(rows):
+    for index, (tokens, start, block_ids, num_logits, parents, adapter, _, _) in enumerate(rows):
         num = len(tokens)
         end = start + num
         used = -(-end // block_size)
@@ -239,7 +243,12 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
         attention_plan=array("i"),
         block_tables=block_tables,
     )
-    return InputBatch(arrays, block_size, adapters=tuple(each.adapter for each in rows) if has_adapters else ())
+    return InputBatch(
+        arrays,
+        block_size,
+        adapters=tuple(each.adapter for each in rows) if has_adapters else (),
+        states=tuple(each.states for each in rows) if rows[0].states is not None else (),
+    )
 
 
 def _add_slots(slots: array[int], position: int, end: int, block_ids: Sequence[int], block_size: int) -> None:
@@ -255,9 +264,9 @@ def _add_slots(slots: array[int], position: int, end: int, block_ids: Sequence[i
 def _add_windows(rows: Sequence[SequenceRows], slots: array[int], block_tables: array[int], block_size: int) -> None:
     """Adds the slots and block tables of each sliding window."""
     for window in range(len(rows[0].window_tables)):
-        for tokens, start, *_, tables in rows:
-            end = start + len(tokens)
-            block_ids = tables[window]
+        for seq in rows:
+            start, block_ids = seq.start_position, seq.window_tables[window]
+            end = start + len(seq.token_ids)
             _add_slots(slots, start, end, block_ids, block_size)
             block_tables.extend(block_ids[: -(-end // block_size)])
 

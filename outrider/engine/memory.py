@@ -28,6 +28,8 @@ DEFAULT_WINDOWS = 2
 request leaves room for others."""
 CONTEXT_BYTES = 600 << 20
 """Estimated bytes that a GPU's driver takes for a process (context, code, library workspaces)."""
+MIN_STATE_SLOTS = 8
+"""Minimum number of recurrent states: those of two sequences, and some for later prompts."""
 WINDOW_STEP = 1024
 """A window that is limited by memory is a multiple of this number of tokens, so that it stays the same after a restart
 with slightly more or less free memory."""
@@ -75,33 +77,56 @@ class PoolSize(NamedTuple):
     num_blocks: int
     max_model_len: int  # maximum number of tokens in a sequence
     window_blocks: tuple[int, ...] | None = None  # see PagedKVCache
+    state_slots: int = 0  # same
 
 
 class _BlockCosts:
-    """The memory of a pool by its number of blocks. Layers with a sliding window have fewer blocks than the others."""
+    """The memory of a pool by its number of blocks. Layers with a sliding window have fewer blocks than the others.
+
+    Layers with linear attention have, for their rows and for their states, as many bytes each as the layers without a
+    window, but at least enough for two sequences.
+    """
 
     def __init__(self, spec: ModelSpec, config: KVCacheConfig, max_step_tokens: int | None) -> None:
-        size, windows = config.block_size, [group.window for group in spec.layer_groups[1:]]
-        of_window = {0: 0, **dict.fromkeys(windows, 0)}
+        size, groups = config.block_size, spec.layer_groups[1:]
+        of_window = {0: 0, **dict.fromkeys((group.window for group in groups), 0)}
+        self._state_bytes = 0
         for plane in spec.planes:
-            of_window[plane.window] += plane.bytes_per_token * size
+            if plane.is_state:
+                self._state_bytes = plane.bytes_per_token
+            else:
+                of_window[plane.window] += plane.bytes_per_token * size
         self._full_bytes, *self._window_bytes = of_window.values()
-        self._share = 1.0 if max_step_tokens is None else config.window_share
-        self._min_blocks = [2 * max_held_blocks(window, max_step_tokens or 0, size) for window in windows]
+        shares = [
+            min(config.window_share, self._full_bytes / num_bytes) if group.has_states else config.window_share
+            for group, num_bytes in zip(groups, self._window_bytes, strict=True)
+        ]
+        self._shares = shares if max_step_tokens is not None else [1.0] * len(groups)
+        self._min_blocks = [2 * max_held_blocks(group.window, max_step_tokens or 0, size) for group in groups]
+        self._state_slots = config.state_slots
 
     def window_blocks(self, num_blocks: int) -> tuple[int, ...]:
         """Returns the number of blocks of each window: its share, but at least enough for two sequences."""
-        share = math.ceil(num_blocks * self._share)
-        return tuple(min(num_blocks, max(share, least)) for least in self._min_blocks)
+        wanted = zip(self._shares, self._min_blocks, strict=True)
+        return tuple(min(num_blocks, max(math.ceil(num_blocks * share), least)) for share, least in wanted)
+
+    def state_slots(self, num_blocks: int) -> int:
+        """Returns the number of recurrent states, each of all layers with linear attention."""
+        if not self._state_bytes:
+            return 0
+        return self._state_slots or max(num_blocks * self._full_bytes // self._state_bytes, MIN_STATE_SLOTS)
 
     def num_bytes(self, num_blocks: int) -> int:
         windows = zip(self.window_blocks(num_blocks), self._window_bytes, strict=True)
-        return num_blocks * self._full_bytes + sum(num * of_block for num, of_block in windows)
+        of_states = self.state_slots(num_blocks) * self._state_bytes
+        return num_blocks * self._full_bytes + sum(num * of_block for num, of_block in windows) + of_states
 
     def num_blocks(self, num_bytes: int) -> int:
         """Returns the largest number of blocks that `num_bytes` hold."""
-        least = self._full_bytes + self._share * sum(self._window_bytes)
-        return bisect_right(range(int(num_bytes / least) + 2), num_bytes, key=self.num_bytes) - 1
+        of_windows = sum(share * each for share, each in zip(self._shares, self._window_bytes, strict=True))
+        return (
+            bisect_right(range(int(num_bytes / (self._full_bytes + of_windows)) + 2), num_bytes, key=self.num_bytes) - 1
+        )
 
 
 def pool_size(
@@ -133,8 +158,9 @@ def pool_size(
     if num_blocks is None:
         num_blocks = costs.num_blocks(num_bytes)
     of_windows = costs.window_blocks(num_blocks) if is_split else None
+    state_slots = costs.state_slots(num_blocks)
     if num_blocks >= window_blocks:
-        return PoolSize(num_blocks, spec.max_model_len, of_windows)
+        return PoolSize(num_blocks, spec.max_model_len, of_windows, state_slots)
     held = num_blocks * config.block_size
     if may_shorten and held >= WINDOW_STEP:
         window = held // WINDOW_STEP * WINDOW_STEP
@@ -142,7 +168,7 @@ def pool_size(
             f"not enough memory for the model's window of {spec.max_model_len} tokens: "
             f"sequences have at most {window}. Set model.max_model_len, or give more memory (kv_cache.memory)\n"
         )
-        return PoolSize(num_blocks, window, of_windows)
+        return PoolSize(num_blocks, window, of_windows, state_slots)
     source = "memory" if config.num_blocks is None else "num_blocks"
     others = f" after {room.own_bytes:,} for weights and steps" if room.own_bytes else ""
     shorter = f", or model.max_model_len to {held} or lower" if held else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from outrider.engine.kv_cache.planes import LayerGroup, PlaneSpec, stored_vectors
+from outrider.engine.kv_cache.planes import LayerGroup, LinearAttention, PlaneSpec, stored_vectors
 
 
 def windows_of(sliding_windows: Iterable[int | None], max_positions: int | None) -> tuple[int, ...]:
@@ -34,17 +34,23 @@ class ModelSpec:
     windows: tuple[int, ...] = ()  # sliding window of each layer, as in PlaneSpec; empty: no layer has one
     model_windows: tuple[int, ...] = ()  # those of the whole model, if these are some of its layers
     latent_dim: int = 0  # above 0: latent attention, see `stored_vectors`
+    linear: LinearAttention | None = None  # the layers with linear attention; None: no layer has it
     features: PlaneSpec | None = None  # stored per token for a drafter head; see outrider.engine.feature_spec
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """The groups of layers that share blocks: first the layers without a window, then one group for each window."""
+        """The groups of layers that share blocks: first the layers without a window, then one group for each window,
+        then the layers with linear attention.
+        """
         windows = self.windows or (0,) * self.num_layers
         (keys, _), (values, _) = stored_vectors(self.head_dim, self.latent_dim)
-        return tuple(
-            LayerGroup(tuple(layer for layer, each in enumerate(windows) if each == window), window, (keys, values))
+        others = () if self.linear is None else self.linear.layers
+        layers = [layer for layer in range(self.num_layers) if layer not in others]
+        attending = (
+            LayerGroup(tuple(layer for layer in layers if windows[layer] == window), window, (keys, values))
             for window in sorted({0, *windows, *self.model_windows})
         )
+        return (*attending, *(() if self.linear is None else (self.linear.group,)))
 
     def of_layers(self, layers: range) -> ModelSpec:
         """Returns the specification of some of the layers. They form the groups of the model, some perhaps empty."""
@@ -58,10 +64,11 @@ class ModelSpec:
         keys_and_values = (
             PlaneSpec(name, len(group.layers), self.num_kv_heads, width, self.dtype, group.window)
             for group in self.layer_groups
+            if group.layers and not group.has_states
             for name, width in zip(group.plane_names, widths, strict=True)
-            if group.layers
         )
-        return (*keys_and_values, *(() if self.features is None else (self.features,)))
+        of_linear = () if self.linear is None else self.linear.planes(self.dtype)
+        return (*keys_and_values, *of_linear, *(() if self.features is None else (self.features,)))
 
     @property
     def attention_shape(self) -> dict[str, int]:
@@ -70,5 +77,5 @@ class ModelSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """KV bytes of one token, over all layers and planes."""
-        return sum(plane.bytes_per_token for plane in self.planes)
+        """KV bytes of one token, over all layers and planes but those of states."""
+        return sum(plane.bytes_per_token for plane in self.planes if not plane.is_state)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.attention.native import NativeAttention
-from outrider.engine.attention.transformers_hook import STEP_ARGUMENT, LayerAttention
+from outrider.engine.attention.transformers_hook import STEP_ARGUMENT
+from outrider.engine.cpu_kernels.delta_rule import NativeDeltaRule, StepStates
 from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.device import device_type
 from outrider.engine.feature_spec import FeatureSpec
@@ -19,6 +22,8 @@ from outrider.engine.feature_writer import FeatureWriter, layers_of
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.planes import STATE_PLANE
+from outrider.engine.kv_cache.tensor_planes import tensor_of
 from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.runner_base import ModelRunner
 from outrider.engine.stages import Stage
@@ -142,50 +147,115 @@ class ModuleSteps(ModelRunner):
             return leaving[0]
         return logits.numpy() if self._is_native else logits
 
-    def _by_modules(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None) -> Tensor:
+    @torch.inference_mode()
+    def hidden_rows(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
+        """Does what `forward` does before the output layer: returns [num_logits, hidden_size] for `logits_of`."""
+        batch = self._attention.plan(batch)
+        rows: Tensor = self._model.base_model(**self._arguments(batch, on_layer_done)).last_hidden_state[0]
+        return rows[batch.on(self._kv_cache.device).logits_rows]
+
+    @torch.inference_mode()
+    def logits_of(self, rows: Tensor) -> Array:
+        """Returns the logits of such rows, perhaps of other ranks, in the form of `forward`."""
+        if not len(rows):
+            return np.empty((0, self._vocab_size), dtype=np.float32)
+        output_layer = copy.copy(self._model)  # the same modules, except for the decoder
+        given = _GivenRows(rows)
+        output_layer.__dict__["_modules"] = self._model._modules | {self._model.base_model_prefix: given}  # noqa: SLF001
+        logits: Tensor = output_layer(input_ids=None, use_cache=False).logits[0].float()
+        return logits.numpy() if self._is_native else logits
+
+    def _arguments(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None) -> dict[str, Any]:
+        """Returns the arguments of the model's modules."""
         device = self._kv_cache.device
         on_device = batch.on(device)
-        arguments: dict[str, Any] = {
+        return {
             "input_ids": on_device.token_ids.unsqueeze(0),  # [1, num_rows]
             "position_ids": on_device.positions.unsqueeze(0),
             "use_cache": False,
-            STEP_ARGUMENT: attention_over(
+            STEP_ARGUMENT: PagedStep(
                 self._kv_cache, self._attention, batch, on_layer_done, first_layer=self._first_layer
             ),
         }
+
+    def _by_modules(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None) -> Tensor:
+        device, arguments = self._kv_cache.device, self._arguments(batch, on_layer_done)
         if batch.num_logits == 0 or (self._stage is not None and not self._stage.is_last):
             self._model.base_model(**arguments)
             return torch.empty((0, self._vocab_size), device=device)
         if batch.selects_logits:
-            arguments["logits_to_keep"] = on_device.logits_rows
+            arguments["logits_to_keep"] = batch.on(device).logits_rows
         logits: Tensor = self._model(**arguments).logits[0]  # [num_logits, vocab_size]
         return logits.float()
 
 
-def attention_over(
-    kv_cache: PagedKVCache,
-    attention: AttentionBackend,
-    batch: InputBatch,
-    on_layer_done: Callable[[int], None] | None = None,
-    *,
-    first_layer: int = 0,
-) -> LayerAttention:
-    """Returns the attention function of one forward pass. The function writes a layer's new keys and values to the
-    cache, then attends over the cache. `first_layer`: the model's layer that is the cache's first.
+class _GivenRows(nn.Module):
+    """Takes the place of a decoder whose hidden states are known."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def forward(self, **_arguments: Any) -> Any:
+        from transformers.modeling_outputs import MoeModelOutputWithPast  # takes seconds, but not in a model of modules
+
+        return MoeModelOutputWithPast(last_hidden_state=self._rows.unsqueeze(0))
+
+
+class PagedStep:
+    """One forward pass over a cache: a LayerAttention, and a LinearStep. It writes what a layer stores of the rows to
+    the cache, then computes over the cache.
     """
-    groups = range(batch.num_groups)
-    plans = [attention.prepare(batch, group) for group in groups]
-    slots = [batch.slots_on(kv_cache.device, group) for group in groups]
 
-    def attend(
-        layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, _extras: Mapping[str, Any]
+    def __init__(
+        self,
+        kv_cache: PagedKVCache,
+        attention: AttentionBackend,
+        batch: InputBatch,
+        on_layer_done: Callable[[int], None] | None = None,
+        *,
+        first_layer: int = 0,
+    ) -> None:
+        """`first_layer`: the model's layer that is the cache's first."""
+        groups = range(batch.num_groups)
+        self._kv_cache, self._attention, self._batch = kv_cache, attention, batch
+        self._plans = [attention.prepare(batch, group) for group in groups]
+        self._slots = [batch.slots_on(kv_cache.device, group) for group in groups]
+        self._on_layer_done = on_layer_done
+        self._first_layer = first_layer
+        self._states: StepStates | None = None
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+        _extras: Mapping[str, Any],
     ) -> Tensor:
-        index = layer - first_layer
-        keys, values = kv_cache.keys[index], kv_cache.values[index]
-        group = kv_cache.group_of[index] if len(groups) > 1 else 0
-        attention.store(key, value, keys, values, slots[group])
-        if on_layer_done is not None:
-            on_layer_done(layer)
-        return attention.attend(plans[group], query, keys, values, options)
+        """Implements LayerAttention."""
+        index = layer - self._first_layer
+        keys, values = self._kv_cache.keys[index], self._kv_cache.values[index]
+        group = self._group_of(index)
+        self._attention.store(key, value, keys, values, self._slots[group])
+        if self._on_layer_done is not None:
+            self._on_layer_done(layer)
+        return self._attention.attend(self._plans[group], query, keys, values, options)
 
-    return attend
+    def apply_delta_rule(self, layer: int, rule: NativeDeltaRule, rows: Tensor, gates: Tensor) -> Tensor:
+        """Implements LinearStep."""
+        self._states = self._states or StepStates(self._batch)
+        index = layer - self._first_layer
+        group = self._group_of(index)
+        stored = tensor_of(self._kv_cache.keys[index]).flatten(0, 2)
+        stored.index_copy_(0, self._slots[group], rows)
+        (place,) = self._kv_cache.layer_groups[-1].places(range(index, index + 1))
+        states = self._kv_cache.layers(STATE_PLANE)[place].squeeze(1)
+        output = rule.compute(self._plans[group][0], self._states, stored, states, gates)
+        if self._on_layer_done is not None:
+            self._on_layer_done(layer)
+        return output
+
+    def _group_of(self, index: int) -> int:
+        return self._kv_cache.group_of[index] if len(self._slots) > 1 else 0

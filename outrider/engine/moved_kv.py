@@ -30,10 +30,13 @@ last of them are compared, as in CacheBlend."""
 
 
 def can_be_moved(model: RunnableModel) -> bool:
-    """Whether the model's cached KV can be moved to other positions: not that of latent attention, sliding windows or
-    stages, and only if native CPU kernels compute the whole model.
+    """Whether the model's cached KV can be moved to other positions: not that of latent or linear attention, sliding
+    windows or stages, and only if native CPU kernels compute the whole model.
     """
-    return isinstance(model.native, NativeDecoder) and not (model.spec.latent_dim or model.spec.windows or model.stage)
+    spec = model.spec
+    if spec.latent_dim or spec.windows or spec.linear is not None or model.stage is not None:
+        return False
+    return isinstance(model.native, NativeDecoder)
 
 
 @dataclass(frozen=True, slots=True)

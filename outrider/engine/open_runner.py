@@ -78,7 +78,7 @@ def open_runner(
     room = KVMemory.of(model.device, reserved_bytes)
     max_step_tokens = num_rows if has_window_tables else None
     size = pool_size(model.spec, kv_cache, room, may_shorten=may_shorten, max_step_tokens=max_step_tokens)
-    cache = model.make_cache(size.num_blocks, kv_cache.block_size, size.window_blocks)
+    cache = model.make_cache(size.num_blocks, kv_cache.block_size, size.window_blocks, size.state_slots)
     runner = make_runner(model, cache, backend, graphs=graphs, features=features)
     warm_up(runner, cache, size.max_model_len)
     return cache, runner, size.max_model_len

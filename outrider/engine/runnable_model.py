@@ -36,9 +36,15 @@ class RunnableModel:
         """The kernels that compute the model, for other work on this node; None if they are not native."""
         return None if self.native is None else self.native.kernels
 
-    def make_cache(self, num_blocks: int, block_size: int, window_blocks: Sequence[int] | None = None) -> PagedKVCache:
-        """Makes a cache for the model's steps. On a GPU it has a scratch block for padded batches. `window_blocks`: see
-        PagedKVCache.
+    def make_cache(
+        self,
+        num_blocks: int,
+        block_size: int,
+        window_blocks: Sequence[int] | None = None,
+        state_slots: int = 0,
+    ) -> PagedKVCache:
+        """Makes a cache for the model's steps. On a GPU it has a scratch block for padded batches. `window_blocks`,
+        `state_slots`: see PagedKVCache.
         """
         return PagedKVCache(
             self.spec.planes,
@@ -49,4 +55,5 @@ class RunnableModel:
             kernels=self.cpu_kernels,
             layer_groups=self.spec.layer_groups,
             window_blocks=window_blocks,
+            state_slots=state_slots,
         )

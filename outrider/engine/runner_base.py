@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.step_clock import ForwardPhases
@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from outrider.engine.step_graphs import Capturable
 
 
+class RankLoad(NamedTuple):
+    """How the work is divided among ranks that divide sequences and experts."""
+
+    rows_by_rank: tuple[int, ...]  # numbers of rows of the ranks' sequences since the start
+    num_expert_copies: int = 0  # number of experts, of all layers, that have a second copy
+    expert_balance: float = 0.0  # rows of the busiest rank's experts by the mean of ranks; 0: not measured yet
+
+
 class ModelRunner(Protocol):
     """The forward pass of a model over one cache. Not thread-safe: the engine thread owns it. Implementations inherit
     the defaults here.
@@ -24,6 +32,7 @@ class ModelRunner(Protocol):
     padded_rows: tuple[int, ...] = ()  # row counts to which steps are padded, ascending; larger steps are not padded
     phases: ForwardPhases = ForwardPhases()
     can_be_traced: bool = False  # whether torch computes forwards, so that its profiler sees them
+    rank_load: RankLoad | None = None  # None: ranks divide no sequences. Readable from any thread
     is_asynchronous: bool = False  # whether `forward` only queues work on a device; reading its results waits for it
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
@@ -61,6 +70,12 @@ class ModelRunner(Protocol):
     def capturable(self) -> Capturable | None:
         """A forward pass that other CUDA graphs may capture, or None."""
         return None
+
+    def renew_copies(self, layer: int) -> None:
+        """Does what `DividedExperts.renew_copies` does, in this one of the layers with divided experts, if there are
+        any.
+        """
+        return
 
     def capture_graphs(self) -> None:
         """Captures padded steps as CUDA graphs. Call it after the first forwards and before any block is allocated."""

@@ -257,7 +257,7 @@ class Scheduler:
             except NoFreeBlocksError:
                 if self._release_slack():
                     continue
-                victim = self._victim()
+                victim = self._victim(sequence.kv)
                 if reclaim(victim or sequence):
                     continue
                 if victim is None:
@@ -272,7 +272,7 @@ class Scheduler:
                 return
 
     def _fits_an_empty_pool(self, sequence: EngineSequence) -> bool:
-        return self._pool.num_blocks_for(len(sequence.token_ids)) <= self._pool.num_blocks
+        return self._pool.num_blocks_for(len(sequence.token_ids)) <= self._pool.num_blocks_together
 
     def _release_slack(self) -> bool:
         """Releases blocks reserved past the known tokens, e.g. for drafts. Returns False if there were none."""
@@ -282,10 +282,10 @@ class Scheduler:
             sequence.kv.release_beyond(len(sequence.token_ids))
         return self._pool.free_by_group != before
 
-    def _victim(self) -> EngineSequence | None:
-        """Returns the running sequence to preempt next, never the oldest one, so that progress is guaranteed."""
+    def _victim(self, kv: SequenceKV) -> EngineSequence | None:
+        """Returns the sequence to preempt for `kv`, never the oldest one, so that progress is guaranteed."""
         oldest = min(self._running, key=lambda sequence: (sequence.arrival, sequence.key))
-        return next((sequence for sequence in reversed(self._running) if sequence is not oldest), None)
+        return next((each for each in reversed(self._running) if each is not oldest and kv.shares_pool(each.kv)), None)
 
     def _preempt(self, sequence: EngineSequence, room: StepReservation) -> None:
         assert sequence.kv is not None
@@ -311,15 +311,15 @@ class Scheduler:
             was_refused = refused is sequence and all(map(operator.le, available, then))
             if self._running and (was_refused or not self._has_rows_for(sequence)):
                 return  # trying again would hash the whole prompt for the same result
-            kv = sequence.kv or self._cached_prefix(sequence)
+            kv = sequence.kv = sequence.kv or self._cached_prefix(sequence)
             if not kv.fits(len(sequence.token_ids), kept_back=kept_back):
                 self._refused = (sequence, available)
-                if kv is not sequence.kv:
+                if kv.num_tokens == kv.num_cached_tokens:  # next time, another rank may have room
                     kv.free()
+                    sequence.kv = None
                 return
             self._refused = None
             self._pool.forget_preempted(sequence.key)
-            sequence.kv = kv
             copies = kv.reserve(len(sequence.token_ids))
             if copies:
                 room.copies[sequence] = copies

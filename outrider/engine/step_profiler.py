@@ -77,7 +77,9 @@ class StepProfiler:
         profile = Profile(
             steps=tuple(self._steps),
             num_traced_steps=self._num_traced_steps,
-            kv_bytes_per_token=sum(plane.bytes_per_token for plane in self._planes if not plane.is_feature),
+            kv_bytes_per_token=sum(
+                plane.bytes_per_token for plane in self._planes if not (plane.is_feature or plane.is_state)
+            ),
             feature_bytes_per_token=sum(plane.bytes_per_token for plane in self._planes if plane.is_feature),
             num_longest_tokens=self._longest[0],
             longest_kv_bytes=self._longest[1],

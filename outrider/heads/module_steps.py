@@ -16,7 +16,7 @@ from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES, tensor_of
-from outrider.engine.module_steps import attention_over
+from outrider.engine.module_steps import PagedStep
 from outrider.engine.step_graphs import StepGraphs, cuda_graphs
 from outrider.heads.base import HeadModel, HeadRows
 
@@ -131,7 +131,7 @@ class ModuleHeadSteps:
         """Computes `forward` with depths on the device. A graph can capture this if `can_be_captured` is true."""
         planned = attended if self._kv_cache is None else self._attention.plan(attended)
         fed = (planned if attended is batch else batch).on(self._device)
-        over_cache = None if self._kv_cache is None else attention_over(self._kv_cache, self._attention, planned)
+        over_cache = None if self._kv_cache is None else PagedStep(self._kv_cache, self._attention, planned)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
             assert over_cache is not None, "a head without layers asks for attention"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
 
-from outrider.engine.kv_cache.planes import PlaneSpec, first_kept_token
+from outrider.engine.kv_cache.planes import PlaneSpec, first_sent_token
 
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.tensor_planes import DeviceBytes
@@ -71,7 +71,7 @@ class TransferSpec:
 
     def first_token(self, plane: PlaneSpec) -> int:
         """Returns the first token that the transfer carries in this plane."""
-        return first_kept_token(self.end_token, plane.window) if plane.window else self.start_token
+        return first_sent_token(plane, self.start_token, self.end_token)
 
     def plane(self, name: str) -> PlaneSpec | None:
         """Returns the plane with this name; None if the transfer has no such plane."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from outrider.engine.kv_cache.base import Slots, slots_of
-from outrider.engine.kv_cache.window_table import WindowTable
+from outrider.engine.kv_cache.sequence_kv import GroupTable
 from outrider.engine.ranks.sharded_cache import KVCache
 from outrider.kv_transfer.base import Payload, Region
 
@@ -30,10 +30,10 @@ class ReservedBlocks:
         block_ids: Sequence[int],
         are_held: Callable[[], bool] = lambda: True,
         *,
-        windows: Sequence[WindowTable] = (),
+        windows: Sequence[GroupTable] = (),
     ) -> None:
         """`are_held`: whether the blocks still have what is read. It is called after each read. `windows`: the blocks
-        of layers with a sliding window.
+        of layers with a sliding window, and the states.
         """
         self._kv_cache: Any = kv_cache  # Any, as the type of payload depends on the cache
         num_tokens = len(block_ids) * kv_cache.block_size
@@ -44,13 +44,10 @@ class ReservedBlocks:
         self._reserved = kv_cache.fence()
         self.are_held = are_held
 
-    def update(self, windows: Sequence[WindowTable]) -> None:
+    def update(self, windows: Sequence[GroupTable]) -> None:
         """Notes the blocks that have been reserved in these tables. Those noted before must still have what is read."""
-        size = self._kv_cache.block_size
         for table in windows:
-            slots = self._slots[table.pool.window]
-            first, end = table.first * size, min(table.end, len(slots))
-            slots[first:end] = slots_of(table.block_ids[table.first :], end - first, size)
+            table.fill_slots(self._slots[table.pool.window])
 
     def write(self, region: Region, payload: Payload) -> None:
         """Writes bytes [layers, tokens, heads, head_dim]. Regions must be within bounds, and disjoint."""

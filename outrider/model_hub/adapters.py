@@ -50,9 +50,9 @@ class AdapterTable:
         self._packed: WeakValueDictionary[str, PackedAdapter] = WeakValueDictionary()
         self._changing = threading.Lock()
         if self._pack is None and (config.adapters or config.adapter_directory):
-            setting = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
             raise ConfigError(
-                f"adapters are not supported with model.{setting}; unset model.adapters and model.adapter_directory"
+                f"adapters are not supported with model.{config.parallel_setting}; unset model.adapters and "
+                "model.adapter_directory"
             )
         pairs = _pairs(config.adapters)
         self._fixed = frozenset(name for name, _ in pairs)

@@ -14,10 +14,13 @@ from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.host_memory import open_host_store
 from outrider.engine.kv_cache.block_pool import BlockPool, make_pool
 from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.kv_cache.divided_pool import DividedPool
 from outrider.engine.open_runner import open_runner
 from outrider.engine.processor import usable_cpus
 from outrider.engine.ranks.channel import RankLostError
+from outrider.engine.ranks.sharded_cache import DividedKVCache
 from outrider.engine.runner_base import ModelRunner
+from outrider.errors import ConfigError
 from outrider.model_hub.adapters import AdapterTable
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_attention, resolve_device
@@ -54,14 +57,23 @@ class ModelRuntime:
 
         Raises: ConfigError, see open_host_store.
         """
+        cache, seed = self.kv_cache, bytes.fromhex(self.model.info.fingerprint)
+        if isinstance(cache, DividedKVCache):
+            return DividedPool(
+                cache.num_ranks,
+                num_blocks=cache.local.num_blocks,
+                block_size=cache.block_size,
+                hash_seed=seed,
+                enable_prefix_cache=config.prefix_cache,
+            )
         pool = make_pool(
-            self.kv_cache,
-            hash_seed=bytes.fromhex(self.model.info.fingerprint),
+            cache,
+            hash_seed=seed,
             max_step_tokens=self.max_rows_per_step,
             enable_prefix_cache=config.prefix_cache,
         )
         if config.host_bytes:
-            pool.use_host(open_host_store(self.kv_cache, self.runner, config.host_bytes))
+            pool.use_host(open_host_store(cache, self.runner, config.host_bytes))
         return pool
 
     def describe(self, config: ModelConfig, *, cpu_turns: CpuTurns) -> dict[str, object]:
@@ -115,8 +127,10 @@ def open_model_runtime(
 
     The window is shorter than the model's if memory is short and `model.max_model_len` is not set.
 
-    Raises: what `open_model`, AdapterTable and pool_size raise, and RankLostError.
+    Raises: what `open_model`, AdapterTable and pool_size raise, ConfigError and RankLostError.
     """
+    if config.expert_parallel_size > 1 and kv_cache.host_bytes:
+        raise ConfigError("kv_cache.host_memory does not go with model.expert_parallel_size: set it to 0")
     num_rows = max_rows_per_step or PROMPT_ROWS[device_type(resolve_device(config.device))]
     if config.pipeline_parallel_size > 1 and max_rows_per_step is None:
         num_rows *= PIPELINE_CHUNKS

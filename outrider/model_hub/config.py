@@ -49,8 +49,8 @@ class ModelConfig:
     adapters: tuple[str, ...] = setting(
         (),
         help="Adapters (LoRA) to load at the start, each as NAME=DIRECTORY with a directory in PEFT's format, for "
-        "example sql=/adapters/sql. A request chooses one by its `model`. Not with "
-        "model.tensor_parallel_size or model.pipeline_parallel_size.",
+        "example sql=/adapters/sql. A request chooses one by its `model`. Not with model.tensor_parallel_size, "
+        "model.pipeline_parallel_size or model.expert_parallel_size.",
     )
     adapter_directory: str = setting(
         "",
@@ -77,6 +77,19 @@ class ModelConfig:
         at_least=1,
         help="Number of processes, called stages, among which the layers of a prefill or decode node's model are "
         "divided, each on its own GPU. Not with model.tensor_parallel_size. This was never run on a GPU.",
+    )
+    expert_parallel_size: int = setting(
+        1,
+        at_least=1,
+        help="Number of processes among which the experts of a prefill or decode node's model are divided, each on its "
+        "own GPU. Each process has the other weights, and the sequences are divided among them. Not with "
+        "model.tensor_parallel_size or model.pipeline_parallel_size. This was never run on a GPU.",
+    )
+    num_redundant_experts: int = setting(
+        0,
+        at_least=0,
+        help="Number of experts of each layer that are stored in a second process of model.expert_parallel_size, a "
+        "multiple of it. They are chosen by the measured load, again and again.",
     )
     attention: str = setting(
         "auto",
@@ -113,10 +126,21 @@ class ModelConfig:
     keep_packed: bool = fixed(True)  # whether to cache weights in the form that native kernels read, for later starts
     cache_dir: str = fixed("")  # for converted and packed models; empty: $OUTRIDER_CACHE_DIR, else the user's cache
 
+    def __post_init__(self) -> None:
+        num_ranks = self.expert_parallel_size
+        if self.num_redundant_experts and (num_ranks == 1 or self.num_redundant_experts % num_ranks):
+            raise ValueError("num_redundant_experts must be a multiple of expert_parallel_size, which must be above 1")
+
     @property
     def num_ranks(self) -> int:
         """Number of processes that compute the model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.expert_parallel_size
+
+    @property
+    def parallel_setting(self) -> str:
+        """The setting that divides the model among processes, the first if there are several."""
+        names = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
+        return next((name for name in names if getattr(self, name) > 1), names[0])
 
     @property
     def rounds_weights_to(self) -> str:

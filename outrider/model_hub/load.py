@@ -35,6 +35,7 @@ from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.checkpoint import Checkpoint, open_checkpoint
 from outrider.model_hub.config import DEQUANTIZED, ModelConfig
+from outrider.model_hub.expert_parallel import check_divided, own_division
 from outrider.model_hub.fingerprint import check_weight_files
 from outrider.model_hub.kernels import (
     check_deterministic,
@@ -117,6 +118,8 @@ def _open_source(config: ModelConfig, location: ModelLocation, progress: Progres
     device = resolve_device(config.device)
     if num_ranks > 1:
         device = device_of_rank(config, own_rank(config))
+    elif division := own_division(config):
+        device = division.device
     hf_config = read_config(location.directory)
     check_config(hf_config, device)
     checkpoint = open_checkpoint(location.directory, device)
@@ -185,7 +188,7 @@ def _load_modules(source: _Source) -> tuple[_Source, RunnableModel]:
     spec, layers = describe_decoder(model, dtype=source.dtype, window=source.window)
     if config.tensor_parallel_size > 1:
         check_split(spec, source.hf_config, config.tensor_parallel_size)
-    odd = [plane.head_dim for plane in spec.planes if plane.head_dim % HEAD_DIM_STEP]
+    odd = [plane.head_dim for plane in spec.planes if plane.is_attended and plane.head_dim % HEAD_DIM_STEP]
     if source.kernels.library is not None and odd:
         reason = f"its heads have {odd[0]} dimensions, not a multiple of {HEAD_DIM_STEP}"
         kernels = fall_back_to_torch(config, reason)
@@ -194,6 +197,8 @@ def _load_modules(source: _Source) -> tuple[_Source, RunnableModel]:
         source = replace(source, kernels=kernels, dtype=dtype, weights=weights)
         nn.Module.to(model, TORCH_DTYPES[dtype])  # in place
         spec = replace(spec, dtype=dtype)
+    if spec.linear is not None and source.kernels.library is None:
+        raise ModelError(f"{spec.architecture} has linear attention, which only native kernels compute")
     check_deterministic(config, device, source.kernels)
     quantise = source.weights.rounded_to
     if quantise:
@@ -262,7 +267,7 @@ def _make_runnable(
 
     `model` itself can still be used if kernels are fused, or are torch's without `model.deterministic`.
     """
-    config, kernels = source.config, source.kernels
+    config, kernels, division = source.config, source.kernels, own_division(source.config)
     runnable = RunnableModel(model=model, native=None, device=source.device, spec=spec)
     if kernels.path == FUSED:
         from outrider.engine.fused_decoder import FusedDecoder  # imports triton
@@ -273,10 +278,16 @@ def _make_runnable(
         if config.deterministic:
             from outrider.engine.deterministic_layers import make_deterministic  # imports triton
 
-            make_deterministic(model)
+            if division is not None:
+                division.move_others(model)
+            make_deterministic(model, division)
+        if division is not None:
+            check_divided(model, spec, str(kernels))
         return runnable
     native = NativeLayers(start_kernels(kernels, config), quantise=source.weights.rounded_to)
-    native.replace_in(model)
+    native.replace_in(model, division)
+    if division is not None:
+        check_divided(model, spec, str(kernels))
     torch.set_num_threads(1)  # torch's remaining work is light, and its rounding depends on how threads divide it
     return replace(runnable, native=native)
 
@@ -324,7 +335,7 @@ def _load_weights(source: _Source) -> PreTrainedModel:
         nn.Module.to(model, device)  # in place
         return model
     moves_one_by_one = source.kernels.path == FUSED
-    at_first = "cpu" if moves_one_by_one else device
+    at_first = "cpu" if moves_one_by_one or source.config.expert_parallel_size > 1 else device
     placement: dict[str, Any] = {"device_map": {"": at_first} if device_type(at_first) != "cpu" else None}
     if num_ranks > 1:
         placement = {"distributed_config": DistributedConfig(tp_size=num_ranks)}

@@ -42,6 +42,8 @@ def check_pipeline(config: ModelConfig, directory: Path) -> None:
         raise ConfigError(f"{name}: the model's config.json does not state its number of layers")
     if num_layers < num_stages:
         raise ConfigError(f"{name} is more than the model's {num_layers} layers")
+    if text.get("linear_num_value_heads"):
+        raise ConfigError(f"{name} does not go with linear attention, which the model has")
     device = torch.device(resolve_device(config.device))
     if device.type == "cpu":
         return

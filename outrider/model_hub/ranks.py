@@ -1,4 +1,4 @@
-"""Starts the ranks of a tensor-parallel or pipelined node: this process is rank 0, the others are its children."""
+"""Starts the ranks of a node with several processes: this process is rank 0, the others are its children."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from outrider.engine.device import device_type
 from outrider.engine.gpu_turns import loading_turn
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.memory import KVMemory, PoolSize, pool_size
 from outrider.engine.model_runner import warm_up
 from outrider.engine.model_spec import ModelSpec
@@ -25,7 +26,7 @@ from outrider.engine.processor import usable_cpus, within_quota
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.commands import Step
 from outrider.engine.ranks.group import Member, RankGroup
-from outrider.engine.ranks.sharded_cache import ShardedKVCache
+from outrider.engine.ranks.sharded_cache import DividedKVCache, ShardedKVCache
 from outrider.engine.runner_base import ModelRunner
 from outrider.engine.stages import Stage, cut_batch, num_micro_batches
 from outrider.errors import ConfigError
@@ -96,7 +97,7 @@ def open_ranks(
     on_rank_lost: Callable[[RankLostError], None],
     progress: Progress = no_progress,
     timeout_seconds: float | None = None,
-) -> tuple[LoadedModel, ShardedKVCache, LeadingRunner, RankGroup]:
+) -> tuple[LoadedModel, ShardedKVCache, ModelRunner, RankGroup]:
     """Opens rank 0's part of `open_model_runtime`'s result, for two or more ranks. A process has one group at a time.
 
     Rank 0 alone makes `features`, since each rank has whole hidden states; the others have no plane for them. The other
@@ -134,6 +135,8 @@ def open_ranks(
         release.callback(_leave_process_group)
         shard = open_shard(start, progress=progress)
         reduction = None if features is None else features(shard.model)
+        if reduction is not None and shard.is_data_parallel:
+            raise ConfigError("model.head does not go with model.expert_parallel_size: set it empty")
         if reduction is not None and shard.model.stage is not None and shard.model.model is not None:
             raise ConfigError("model.head needs a native decoder with model.pipeline_parallel_size: set it empty")
         taps = () if reduction is None else reduction.taps
@@ -150,10 +153,7 @@ def open_ranks(
         for member in ranks.members:
             member.commands.send((size, taps))
         local = shard.model.make_cache(size.num_blocks, kv_cache.block_size, size.window_blocks)
-        stage = shard.model.stage
-        parts = () if stage is None else (_whole(shard.model.spec, stage), stage.layers_by_rank)
-        cache = ShardedKVCache(local, ranks, *parts)
-        runner = LeadingRunner(shard, shard.make_runner(local, taps, reduction), ranks)
+        cache, runner = _joined(shard, local, shard.make_runner(local, taps, reduction), ranks)
         warm_up(runner, cache.local, shard.model.spec.max_model_len)
     except Exception as error:
         try:
@@ -167,16 +167,35 @@ def open_ranks(
     return shard.model, cache, runner, ranks
 
 
+def _joined(
+    shard: Shard, local: PagedKVCache, own: ModelRunner, ranks: RankGroup
+) -> tuple[ShardedKVCache, ModelRunner]:
+    """Returns the cache and the runner of all ranks together. `local`, `own`: those of rank 0."""
+    if shard.is_data_parallel:
+        from outrider.engine.data_parallel import DataParallelRunner, LeadingDataRunner
+
+        assert isinstance(own, DataParallelRunner)
+        return DividedKVCache(local, ranks), LeadingDataRunner(own, ranks, blocks_per_rank=local.num_blocks)
+    stage = shard.model.stage
+    parts = () if stage is None else (_whole(shard.model.spec, stage), stage.layers_by_rank)
+    return ShardedKVCache(local, ranks, *parts), LeadingRunner(shard, own, ranks)
+
+
 def _checked(config: ModelConfig, directory: Path) -> tuple[ModelConfig, float]:
     """Returns the settings for each rank, and the timeout of messages in seconds. Raises: ConfigError."""
-    if config.pipeline_parallel_size == 1:
-        from outrider.model_hub.load import read_config  # imports transformers
+    if config.pipeline_parallel_size > 1 and config.expert_parallel_size == 1:
+        check_pipeline(config, directory)
+    else:
+        from outrider.model_hub.expert_parallel import check_expert_parallel  # imports transformers
+        from outrider.model_hub.load import read_config
 
-        check_tensor_parallel(config, read_config(directory))
+        check = check_expert_parallel if config.expert_parallel_size > 1 else check_tensor_parallel
+        check(config, read_config(directory))
+    if config.tensor_parallel_size > 1:
         return config, TIMEOUT_SECONDS
-    check_pipeline(config, directory)
     num_threads = config.num_threads or max(len(within_quota(usable_cpus())) // config.num_ranks, 1)
-    return replace(config, num_threads=num_threads), STAGE_TIMEOUT_SECONDS
+    timeout_seconds = STAGE_TIMEOUT_SECONDS if config.pipeline_parallel_size > 1 else TIMEOUT_SECONDS
+    return replace(config, num_threads=num_threads), timeout_seconds
 
 
 def _pool_size(

@@ -44,6 +44,7 @@ class Shard:
     model: LoadedModel
     attention: AttentionBackend | None  # None if a native decoder computes the model
     room: KVMemory  # memory available for KV on the rank's device
+    is_data_parallel: bool = False  # whether ranks divide the sequences
 
     def make_runner(
         self, kv_cache: PagedKVCache, taps: tuple[int, ...], features: FeatureSpec | None = None
@@ -51,6 +52,11 @@ class Shard:
         """Makes the runner of this rank's part over its own cache. `taps`: of the features that rank 0 writes."""
         from outrider.engine.model_runner import make_runner
 
+        if self.is_data_parallel:
+            from outrider.engine.data_parallel import DataParallelRunner
+
+            own: Any = make_runner(self.model, kv_cache, self.attention)
+            return DataParallelRunner(self.model, own)
         if self.model.stage is None:
             return make_runner(self.model, kv_cache, self.attention, features=features)
         from outrider.engine.stage_runner import StageRunner
@@ -66,7 +72,9 @@ def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
     from outrider.engine.open_runner import profile_run
     from outrider.model_hub.tensor_parallel import join, set_collective_timeout
 
-    join(start.config, start.rank, start.store, timeout_seconds=start.timeout_seconds)
+    is_data_parallel = start.config.expert_parallel_size > 1
+    timeout_seconds = START_SECONDS if is_data_parallel else start.timeout_seconds  # loading exchanges rows
+    join(start.config, start.rank, start.store, timeout_seconds=timeout_seconds)
     if is_stage := start.config.pipeline_parallel_size > 1:
         from outrider.model_hub.pipeline import open_stage
 
@@ -80,6 +88,12 @@ def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
         shape = model.spec.attention_shape
         attention = make_attention_backend(start.config.attention, model.device, model.spec.dtype, **shape)
     reserved = profile_run(model, attention, num_rows=start.max_rows_per_step, block_size=start.block_size)
-    if model.model is not None and not is_stage:
+    if is_data_parallel:
+        from outrider.model_hub.expert_parallel import drop_output_layer, set_group_timeout
+
+        set_group_timeout(start.timeout_seconds)
+        if start.rank:
+            drop_output_layer(model)
+    elif model.model is not None and not is_stage:
         set_collective_timeout(model.model, timeout_seconds=start.timeout_seconds)
-    return Shard(model, attention, KVMemory.of(model.device, reserved))
+    return Shard(model, attention, KVMemory.of(model.device, reserved), is_data_parallel)

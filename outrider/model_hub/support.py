@@ -1,8 +1,8 @@
 """Checks at load that a decoder can be served, by running it.
 
 Each layer must store plain keys and values for each token, or a latent vector, and use transformers'
-AttentionInterface only for causal attention with a scale, a window, a soft cap and sinks. Other models are refused with
-an error that names them.
+AttentionInterface only for causal attention with a scale, a window, a soft cap and sinks; or it must have linear
+attention by the gated delta rule. Other models are refused with an error that names them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, STEP_ARGUMENT, LayerAttention
 from outrider.engine.device import device_type
 from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.planes import STATE_INTERVAL
+from outrider.engine.kv_cache.state_table import StateSteps
 from outrider.engine.latent_attention import latent_layers, latent_shape
+from outrider.engine.linear_attention import describe_linear
 from outrider.engine.model_runner import make_runner
 from outrider.engine.model_spec import ModelSpec, windows_of
 from outrider.engine.numerics import allowed_difference
@@ -32,7 +35,9 @@ from outrider.model_hub.quantised.scheme import ADVICE
 from outrider.model_hub.window import Window
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_OF_DELTA_RULE = "linear_num_value_heads"
+"""A field of configurations whose layers of type linear_attention are gated delta rules."""
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MEAN_TOLERANCE = 0.3
 """Bound on the mean difference of all rows, as a fraction of the bound on one row. It detects faults that change
 every row, but by less than the bound on one row."""
@@ -65,7 +70,7 @@ def check_config(config: PretrainedConfig, device: str) -> None:
             if why := why_not_readable(quantization):
                 raise ModelError(f"{name}: {why}")
             text = config.get_text_config(decoder=True)
-            if any(getattr(text, each, None) for each in _NUMBERS_OF_EXPERTS):
+            if any(getattr(text, each, None) for each in NUMBERS_OF_EXPERTS):
                 raise ModelError(f"{name} has quantized experts, which are not supported on a CPU: {ADVICE}")
         elif package := gpu_package(method := method_of(quantization)):
             raise ModelError(f"{name} is quantized ({method}), which needs a package on a GPU: pip install {package}")
@@ -73,6 +78,10 @@ def check_config(config: PretrainedConfig, device: str) -> None:
         raise ModelError(f"{name} is an encoder-decoder: only decoders that continue a text can be served")
     text_config = config.get_text_config(decoder=True)
     unknown = set(getattr(text_config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
+    if hasattr(text_config, _OF_DELTA_RULE) and "linear_attention" in unknown:
+        if device_type(device) != "cpu":
+            raise ModelError(f"{name} has linear attention, which only CPUs compute: set model.device to cpu")
+        unknown.remove("linear_attention")
     if unknown:
         raise ModelError(f"{name} has layers of type {', '.join(sorted(unknown))}, which keep no plain K and V")
     if getattr(text_config, "num_kv_shared_layers", 0):
@@ -112,21 +121,26 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
         raise
     except Exception as error:  # architectures may raise anything
         raise ModelError(f"{name} cannot be served: {_why_not_paged(model, token_ids)}") from error
-    if sorted(recorded) != list(range(config.num_hidden_layers)):
+    linear = describe_linear(model)
+    of_linear = () if linear is None else linear.layers
+    if sorted((*recorded, *of_linear)) != list(range(config.num_hidden_layers)) or not recorded:
         raise ModelError(
             f"{name} has {config.num_hidden_layers} layers and attends in {len(recorded)}: each must keep plain "
-            f"K and V for each token, which state-space and recurrent layers do not"
+            f"K and V for each token, which state-space and recurrent layers do not, or be a plain gated delta rule"
         )
-    layers = [recorded[layer][1] for layer in range(config.num_hidden_layers)]
+    layers = [recorded[layer][1] for layer in sorted(recorded)]
     layer_types = getattr(config, "layer_types", None) or ()
     for layer, layer_type in enumerate(layer_types):
-        if layer_type == "sliding_attention" and layers[layer].sliding_window is None:
+        if layer_type == "sliding_attention" and recorded[layer][1].sliding_window is None:
             raise ModelError(f"{name}: layer {layer} slides its window with its own mask, which is not supported")
     shapes = {shape for shape, _ in recorded.values()}
     if len(shapes) != 1:
         told = sorted(shape if shape[3] else shape[:3] for shape in shapes)
         raise ModelError(f"{name} has layers of different K and V shapes {told}, which is not supported")
     num_heads, num_kv_heads, head_dim, latent_dim = shapes.pop()
+    windows = windows_of((layer.sliding_window for layer in layers), getattr(config, "max_position_embeddings", None))
+    if windows and linear is not None:
+        raise ModelError(f"{name} has both sliding windows and linear attention, which is not supported")
     spec = ModelSpec(
         architecture=name,
         num_layers=config.num_hidden_layers,
@@ -138,9 +152,8 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
         max_model_len=window.max_model_len,
         dtype=dtype,
         is_extended=window.is_extended,
-        windows=windows_of(
-            (layer.sliding_window for layer in layers), getattr(config, "max_position_embeddings", None)
-        ),
+        windows=windows,
+        linear=linear,
     )
     return spec, layers
 
@@ -210,7 +223,7 @@ def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num
     generator = torch.Generator().manual_seed(2)
     ids, others = torch.randint(0, spec.vocab_size, (2, num_tokens), generator=generator).tolist()
     num_blocks = -(-num_tokens // _COMPARED_BLOCK)
-    cache = model.make_cache(3 * num_blocks, _COMPARED_BLOCK)
+    cache = model.make_cache(3 * num_blocks, _COMPARED_BLOCK, state_slots=1)
     in_one_pass, in_chunks, of_others = (range(first * num_blocks, (first + 1) * num_blocks) for first in range(3))
     runner = make_runner(
         model, cache, make_attention_backend(attention, cache.device, spec.dtype, **spec.attention_shape)
@@ -218,7 +231,12 @@ def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num
 
     def logits(first: SequenceRows, *company: SequenceRows) -> Tensor:
         """Returns the first sequence's logits: [num_logits, vocab_size] float32."""
-        found = runner.forward(build_input_batch([first, *company], cache.block_size))
+        rows = [first, *company]
+        if spec.linear is not None:  # computing all tokens before a far one would take too long
+            starts = [each.start_position if each.start_position > num_tokens else 0 for each in rows]
+            states = [StateSteps(start // STATE_INTERVAL * STATE_INTERVAL, 0) for start in starts]
+            rows = [each._replace(states=own) for each, own in zip(rows, states, strict=True)]
+        found = runner.forward(build_input_batch(rows, cache.block_size))
         return torch.as_tensor(found)[: first.num_logits].clone()
 
     expected = logits(SequenceRows(ids, 0, in_one_pass, num_compared))

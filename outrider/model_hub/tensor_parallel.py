@@ -39,6 +39,8 @@ def check_tensor_parallel(config: ModelConfig, model: PretrainedConfig) -> None:
         raise ConfigError(f"{name}: transformers has no tensor-parallel plan for {text.model_type}")
     if getattr(text, "kv_lora_rank", 0):
         raise ConfigError(f"{name}: all heads of latent attention ({text.model_type}) share what is stored")
+    if getattr(text, "linear_num_value_heads", 0):
+        raise ConfigError(f"{name}: layers with linear attention ({text.model_type}) are not divided")
     heads: Mapping[str, int] = {
         "attention heads": text.num_attention_heads,
         "KV heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,

@@ -58,6 +58,7 @@ async def test_a_figure_that_cannot_be_had_does_not_stop_the_metrics(node, monke
     node._parts = SimpleNamespace(
         drafts=SimpleNamespace(status=status),
         groups=SimpleNamespace(prefix_lookups=None),
+        engine=SimpleNamespace(runner=SimpleNamespace(rank_load=None)),
         ingest=SimpleNamespace(inbox=SimpleNamespace(counters=dict)),
     )
     monkeypatch.setattr(node, "_load", lambda: None)

@@ -269,6 +269,8 @@ def push(source: CachedRunner, table: list[int], node: TinyNode, granted: Grante
     slots = slots_of(table, num_tokens, source.block_size)
     for plane in planes:
         tokens = range(spec.first_token(plane), num_tokens)
+        if plane.is_state:
+            source.states.fill_slots(slots)  # the last plane
         for layer in range(plane.num_layers):
             layers = range(layer, layer + 1)
             region = Region(plane.name, layers, tokens, range(plane.num_heads))

@@ -129,6 +129,14 @@ TWO_OF_THREE = {
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 64, **TWO_OF_THREE}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FOUR_EXPERTS = {"num_local_experts": 4, "head_dim": 16, **EXPERTS}
+ONE_OF_THREE = ["linear_attention", "full_attention", "linear_attention"]
+HYBRID = {
+    "layer_types": ONE_OF_THREE,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
 SHARED = {"n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 16}
 
 
@@ -203,6 +211,11 @@ FAMILIES: Mapping[str, Family] = {
     "DeepSeek V3": by_layers(
         "deepseek_v3", q_lora_rank=None, rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
     ),
+    "Qwen 3 Next": by_layers(
+        "qwen3_next", num_experts=4, shared_expert_intermediate_size=40, head_dim=32, **HYBRID, **EXPERTS
+    ),
+    "Qwen 3.5": by_layers("qwen3_5_text", head_dim=32, **HYBRID),
+    "OLMo Hybrid": by_layers("olmo_hybrid", **HYBRID),
     "SmolLM2 135M, int8 at load": Family(model_type="", load={**DEFAULT, "weights": "int8"}, is_large=True),
     "SmolLM2 135M, int4 at load": Family(model_type="", load={**DEFAULT, "weights": "int4"}, is_large=True),
     "Gemma 3 270M, GGUF Q4_K_M": Family(model_type="", load={"id": GEMMA_270M, "max_model_len": 1024}, is_large=True),
@@ -237,9 +250,6 @@ FAMILIES: Mapping[str, Family] = {
     "Mamba": refused("mamba", "has layers of type linear_attention, which keep no plain K and V", state_size=4),
     "MPT": refused("mpt", OWN_ATTENTION),
     "Nemotron": refused("nemotron", NO_ARGUMENTS),
-    "Qwen 3 Next": refused(
-        "qwen3_next", "has layers of type linear_attention, which keep no plain K and V", num_experts=4, **EXPERTS
-    ),
     "StableLM": refused("stablelm", NO_ARGUMENTS),
     "XGLM": refused("xglm", OWN_ATTENTION, ffn_dim=32),
 }

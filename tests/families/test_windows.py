@@ -1,4 +1,4 @@
-"""Models with sliding windows on a decode node: shared prefixes, failed transfers, several samples."""
+"""Models with sliding windows or states on a decode node: shared prefixes, failed transfers, several samples."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ pytestmark = needs_kernels
 NUM_SHARED = 80
 
 
-@pytest.fixture(scope="module", params=["Gemma 3", "Mistral with a window"])
+@pytest.fixture(scope="module", params=["Gemma 3", "Phi-3", "OLMo Hybrid"])
 def compared(request, tmp_path_factory):
-    """A model in which some layers have a window, and one in which all have."""
-    family = FAMILIES["Gemma 3"] if request.param == "Gemma 3" else FAMILIES["Phi-3"]
-    return Compared(family, tmp_path_factory.mktemp("family"))
+    """A model in which some layers have a window, one in which all have, and one in which some have states."""
+    return Compared(FAMILIES[request.param], tmp_path_factory.mktemp("family"))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +85,7 @@ def test_samples_of_one_prompt_that_do_not_fit_together_run_in_turn(compared):
     answers = []
     for own_settings in ({"num_speculative_tokens": 0}, settings):
         with compared.node(compared.served, max_rows_per_step=16, **own_settings) as node:
-            (window,) = node.engine.pool.windows
+            window = node.engine.pool.windows[0]
             group_id = node.open(prompt=compared.prompt, sampling={"temperature": 1.0, "n": 8}, samples=samples)
             node.run(max_turns=9999)
             tokens = {sample: [] for sample in range(8)}
@@ -98,3 +97,20 @@ def test_samples_of_one_prompt_that_do_not_fit_together_run_in_turn(compared):
     assert node.num_preempted > 0
     assert answers[0] == answers[1]
     assert {len(answer) for answer in answers[0].values()} == {NUM_TOKENS}
+
+
+def test_a_node_without_slots_for_more_states_preempts(tmp_path):
+    compared = Compared(FAMILIES["OLMo Hybrid"], tmp_path)
+    samples = tuple(map(SampleStart, range(4)))
+    answers = []
+    for state_slots in (64, 5):
+        settings = {"kv_cache": KVCacheConfig(num_blocks=128, state_slots=state_slots), "num_speculative_tokens": 0}
+        with compared.node(compared.served, **settings) as node:
+            group_id = node.open(prompt=compared.prompt, sampling={"temperature": 1.0, "n": 4}, samples=samples)
+            node.run(max_turns=9999)
+            answers.append([(event.sample, event.token_ids) for event in node.find(SampleTokens, group_id)])
+            was_preempted = node.num_preempted > 0
+        assert was_preempted == (state_slots == 5)
+    by_sample = [{n: [t for sample, ids in each if sample == n for t in ids] for n in range(4)} for each in answers]
+    assert by_sample[0] == by_sample[1]
+    assert {len(answer) for answer in by_sample[0].values()} == {NUM_TOKENS}

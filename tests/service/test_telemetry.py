@@ -110,6 +110,17 @@ def exported(registry: CollectorRegistry) -> dict[str, float]:
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
 
 
+def test_the_work_of_ranks_is_counted_from_totals():
+    registry = CollectorRegistry()
+    metrics = EngineMetrics(model_name="m", registry=registry)
+    for rows in ((3, 0), (5, 4)):
+        metrics.set_ranks(rows_by_rank=rows, num_expert_copies=2, expert_balance=1.5)
+    found = exported(registry)
+    assert [found[f'outrider:rank_rows_total{{model_name="m",rank="{rank}"}}'] for rank in range(2)] == [5.0, 4.0]
+    assert found['outrider:expert_copies{model_name="m"}'] == 2.0
+    assert found['outrider:expert_balance{model_name="m"}'] == 1.5
+
+
 def test_engine_metrics_have_the_names_of_vllm():
     registry = CollectorRegistry()
     metrics = EngineMetrics(model_name="m", registry=registry)

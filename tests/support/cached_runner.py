@@ -9,7 +9,9 @@ import torch
 
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.block_pool import StatePool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.state_table import StateTable
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.engine.model_runner import make_runner
 
@@ -29,7 +31,13 @@ class CachedRunner:
             block_size=block_size,
             num_scratch_blocks=1,
             kernels=model.cpu_kernels,
+            state_slots=num_blocks if model.spec.linear else 0,
         )
+        self._state_pool = (
+            StatePool(num_blocks=num_blocks, block_size=block_size, hash_seed=b"") if model.spec.linear else None
+        )
+        self.states = None  # of the sequence that `prefill` has computed last, if the model has some
+
         attention = attention or make_attention_backend("auto", model.device)
         self.runner = make_runner(model, self.cache, attention, **options)
         self._free = random.Random(0).sample(range(num_blocks), num_blocks)
@@ -51,8 +59,15 @@ class CachedRunner:
         size = chunk or len(token_ids)
         parts = [(token_ids[start : start + size], start) for start in range(0, len(token_ids), size)]
         wanted = size if num_logits is None else num_logits
-        rows = [SequenceRows(part, start, table, min(wanted, len(part))) for part, start in parts]
-        return torch.cat([self.forward(each, **options) for each in rows])
+        self.states = self._state_pool and StateTable(self._state_pool)
+        logits = []
+        for part, start in parts:
+            rows = SequenceRows(part, start, table, min(wanted, len(part)))
+            if self.states:
+                self.states.reserve(start, start + len(part))
+                rows = rows._replace(states=self.states.plan(start, start + len(part)))
+            logits.append(self.forward(rows, **options))
+        return torch.cat(logits)
 
     def features(self, plane_name, table, positions):
         """Returns the features of a sequence's tokens: [num_positions, width] in the model's dtype."""

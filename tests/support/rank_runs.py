@@ -56,7 +56,7 @@ def features_of(compute):
     return compute.kv_cache.read(FEATURES.plane_name, range(1), slots).view(np.float32)
 
 
-def push(source, destination, table, *, max_frame_bytes=700):
+def push(source, destination, table, *, source_table=TABLE, max_frame_bytes=700):
     """Pushes the KV of the prompt, without its last token, like a prefill node to a decode node."""
     ended, failed = queue.SimpleQueue(), []
     inbox = TransferInbox(
@@ -75,13 +75,13 @@ def push(source, destination, table, *, max_frame_bytes=700):
         kv_cache=source.kv_cache,
         address="decode",
         spec=spec,
-        block_ids=TABLE,
+        block_ids=source_table,
         on_ended=ended.put,
     )
     kv_push.start()
     for start, end in CHUNKS:
         source.runner.forward(
-            build_input_batch([SequenceRows(PROMPT[start:end], start, TABLE, 0)], BLOCK_SIZE),
+            build_input_batch([SequenceRows(PROMPT[start:end], start, source_table, 0)], BLOCK_SIZE),
             on_layer_done=lambda layer, start=start, end=end: kv_push.offer(range(layer, layer + 1), start, end),
         )
         kv_push.offer(None, start, end)
@@ -90,6 +90,6 @@ def push(source, destination, table, *, max_frame_bytes=700):
     assert (outcome.error, failed) == (None, [])
     for plane in spec.planes:
         layers = range(plane.num_layers)
-        sent = source.kv_cache.read(plane.name, layers, slots_of(TABLE, len(PROMPT) - 1, BLOCK_SIZE))
+        sent = source.kv_cache.read(plane.name, layers, slots_of(source_table, len(PROMPT) - 1, BLOCK_SIZE))
         came = destination.kv_cache.read(plane.name, layers, slots_of(table, len(PROMPT) - 1, BLOCK_SIZE))
         assert np.array_equal(sent, came)

@@ -26,6 +26,6 @@ class CpuKernels:
 
     def make_plane(self, plane: PlaneSpec, *, num_blocks: int, block_size: int) -> CachePlane:
         """Implements `PlaneMaker`. Planes of keys and values consist of panels."""
-        if plane.is_feature:
+        if not plane.is_attended:
             return ArrayPlane(plane, num_blocks=num_blocks, block_size=block_size)
         return PanelPlane(self.library, plane, num_blocks=num_blocks, block_size=block_size)

@@ -14,15 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outrider.engine.cpu_kernels.delta_rule import NativeDeltaRule
 from outrider.engine.cpu_kernels.interface import structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena, rounded_weight
 from outrider.engine.cpu_kernels.operators import experts, linear, plain_linear, rms_norm
+from outrider.engine.divided_experts import ExpertDivision
 from outrider.engine.experts import Gate, GateLogits, gate_of, in_whole_vectors, linears_of, replace_experts
 from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.engine.latent_attention import absorb_projections, latent_layers
 from outrider.engine.linear import replace_linear_layers, replace_norms
+from outrider.engine.linear_attention import delta_layers
 
 
 class NativeLinear(nn.Module):
@@ -112,6 +115,19 @@ class NativeExperts(nn.Module):
         experts(self._owner.kernels, self._owner.workspace, self._struct, rows.contiguous(), ids, weights, output)
         return output
 
+    def products(self, rows: Tensor, expert_ids: Tensor) -> Tensor:
+        """Implements OwnExperts.products."""
+        output = torch.empty((len(rows), 1, rows.shape[1]))
+        ids, ones = expert_ids.unsqueeze(1), torch.ones((len(rows), 1))
+        experts(self._owner.kernels, self._owner.workspace, self._struct, rows, ids, ones, output)
+        return output[:, 0]
+
+    def memory_of(self, expert: int) -> list[Tensor]:
+        """Implements OwnExperts.memory_of."""
+        matrices = self._gate_up[expert], self._down[expert]
+        arrays = [each for matrix in matrices for each in (matrix.packed, matrix.bias, matrix.scales)]
+        return [torch.from_numpy(each) for each in arrays if each is not None]
+
 
 def _array(matrices: list[Any]) -> Array[Any]:
     return (structures.OutriderMatrix * len(matrices))(*matrices)
@@ -139,19 +155,24 @@ class NativeLayers:
         self.workspace = Workspace(kernels.library)
         self.arena = WeightArena()
 
-    def replace_in(self, model: nn.Module) -> None:
-        """Replaces linear layers, experts, latent projections and plain norms, and makes torch's activations
-        independent of the batch.
+    def replace_in(self, model: nn.Module, division: ExpertDivision | None = None) -> None:
+        """Replaces linear layers, experts, latent projections, linear attention and plain norms, and makes torch's
+        activations independent of the batch. `division`: the ranks among which experts are divided.
         """
         from transformers.activations import ACT2CLS  # takes seconds; a node with packed weights avoids it
 
-        replace_experts(model, self._make_experts, partial(NativeLinear, self, quantise=""))
+        make_experts = self._make_experts if division is None else division.divided(self._make_experts)
+        replace_experts(model, make_experts, partial(NativeLinear, self, quantise=""))
         for attention in latent_layers(model) if self.quantise else ():
             weight = attention.kv_b_proj.weight
             rounded = rounded_weight(words_of(weight.detach()), self.quantise)
             weight.data = torch.from_numpy(rounded).to(weight.dtype)
         absorb_projections(model, partial(NativeProjections, self))
-        replace_linear_layers(model, partial(NativeLinear, self))
+        make_linear = partial(NativeLinear, self)
+        for parent, name in list(delta_layers(model)):  # layers in a list would keep their weights alive
+            rule = NativeDeltaRule(self.kernels, self.workspace, getattr(parent, name), make_linear)
+            setattr(parent, name, rule)
+        replace_linear_layers(model, make_linear)
         replace_norms(model, partial(NativeRMSNorm, self))
         kinds: tuple[Any, ...] = tuple(ACT2CLS.values())
         activations = tuple(kind[0] if isinstance(kind, tuple) else kind for kind in kinds)

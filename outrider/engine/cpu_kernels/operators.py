@@ -48,16 +48,17 @@ def experts(
     x: Tensor,  # [num_rows, hidden_size], float32 or bfloat16; the weights' type unless they are quantised
     expert_ids: Tensor,  # [num_rows, num_slots] int64
     weights: Tensor,  # [num_rows, num_slots] float32
-    y: Tensor,  # like x
+    y: Tensor,  # like x; or [num_rows, num_slots, hidden_size] float32
 ) -> None:
-    """Computes the weighted sum of each row's experts."""
+    """Computes the weighted sum of each row's experts, or if `y` has slots, what would be added."""
     is_right = x.shape[1:] == (struct.hidden_size,) and len(x) == len(expert_ids) and expert_ids.shape == weights.shape
     _check(is_right and expert_ids.dtype == torch.int64 and weights.dtype == torch.float32, f"experts of {x.shape}")
     of_weights = structures.OutriderMatrix.from_address(struct.gate_up).type
     _check(of_weights in (*QUANTISED_TYPES, ELEMENT_TYPES[x.dtype]), f"{x.dtype} for weights of another type")
     _call(
         kernels.library.functions.outrider_experts, kernels.team, workspace.handle, ELEMENT_TYPES[x.dtype], struct,
-        x.data_ptr(), len(x), expert_ids.data_ptr(), weights.data_ptr(), expert_ids.shape[1], y.data_ptr(),
+        x.data_ptr(), len(x), expert_ids.data_ptr(), weights.data_ptr(), expert_ids.shape[1], int(y.ndim == 2),
+        y.data_ptr(),
     )  # fmt: skip
 
 
@@ -94,6 +95,30 @@ def paged_attention(
         kernels.library.functions.outrider_paged_attention, kernels.team, workspace.handle,
         ELEMENT_TYPES[query.dtype], options, batch, query.data_ptr(), query.shape[1] * query.shape[2],
         key_cache.ctypes.data, value_cache.ctypes.data, output.data_ptr(),
+    )  # fmt: skip
+
+
+def delta_rule(  # noqa: PLR0917 as the kernel has them
+    kernels: CpuKernels,
+    workspace: Workspace,
+    rule: Structure,  # an OutriderDeltaRule
+    batch: Structure,
+    steps: Structure,  # an OutriderStateSteps
+    rows: Tensor,  # [num_slots, row_width], float32 or bfloat16
+    states: npt.NDArray[np.float32],  # [num_states, num_value_heads, key_dim * value_dim]
+    gates: Tensor,  # [num_rows, num_value_heads * value_dim], like rows
+    output: Tensor,  # like gates
+) -> None:
+    """Advances states by the rows of a batch, which are in the cache, and writes its normed and gated outputs."""
+    heads, value_width = rule.num_value_heads, rule.num_value_heads * rule.value_dim
+    row_width = 2 * (rule.num_key_heads * rule.key_dim + heads) + value_width
+    is_right = rows.shape[1] == row_width and states.dtype == np.float32 and gates.is_contiguous()
+    is_right = is_right and states.shape[1:] == (heads, rule.key_dim * rule.value_dim) and states.flags.c_contiguous
+    is_right = is_right and gates.shape == output.shape == (batch.num_rows, value_width) and rows.dtype == gates.dtype
+    _check(is_right, f"a delta rule of {gates.shape} with rows {rows.shape} and states {states.shape}")
+    _call(
+        kernels.library.functions.outrider_delta_rule, kernels.team, workspace.handle, ELEMENT_TYPES[rows.dtype], rule,
+        batch, steps, rows.data_ptr(), states.ctypes.data, gates.data_ptr(), output.data_ptr(),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from outrider.engine.kv_cache.block_hashes import BlockHashes
 from outrider.engine.kv_cache.host_store import HostStore
-from outrider.engine.kv_cache.planes import KEPT_TOKENS, LayerGroup, first_kept_token
+from outrider.engine.kv_cache.planes import KEPT_TOKENS, STATE_WINDOW, LayerGroup, first_kept_token
 from outrider.errors import CapacityError
 
 
@@ -31,7 +31,7 @@ class BlockPool:
     pool.
 
     A pool has the blocks of one group of layers (see `LayerGroup`). The pool of the layers without a window also has
-    those of the others, `windows`.
+    those of the others, `windows`, of which the last one may be a StatePool.
 
     With a `host` store (see `use_host`), evicted blocks may move to main memory, and come back by a prefix match.
     """
@@ -43,22 +43,27 @@ class BlockPool:
         block_size: int,
         hash_seed: bytes,
         enable_prefix_cache: bool = True,
-        windows: Sequence[WindowPool] = (),
+        windows: Sequence[WindowPool | StatePool] = (),
+        first_block_id: int = 0,
     ) -> None:
+        """`first_block_id`: the number of the first block, if it is not 0."""
         assert num_blocks >= 1
         assert block_size >= 1
         self.windows = tuple(windows)
         self.host: HostStore | None = None
         self._group = 0  # of `host`
         self.num_blocks = num_blocks
+        self.num_blocks_together = num_blocks
+        """Maximum number of blocks of a sequence and its forks, see `part_for`."""
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
         self._hash_seed = hash_seed
-        self._ref_counts = [0] * num_blocks
-        self._hash_of: list[bytes | None] = [None] * num_blocks
+        end = first_block_id + num_blocks
+        self._ref_counts = [0] * end
+        self._hash_of: list[bytes | None] = [None] * end
         self._block_of: dict[bytes, int] = {}
         # A stack with the lowest ids on top, so that unwritten memory stays uncommitted for as long as possible.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = list(range(end - 1, first_block_id - 1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
 
     @property
@@ -91,6 +96,13 @@ class BlockPool:
     def num_blocks_for(self, num_tokens: int) -> int:
         """Returns the number of blocks needed to hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    def part_for(self, token_ids: Sequence[int], *, max_tokens: int, cache_salt: bytes = b"") -> BlockPool:
+        """Returns the pool in which a new sequence has its blocks: this one, unless it is divided (see DividedPool).
+
+        For the arguments see SequenceKV.create.
+        """
+        return self
 
     # --- allocation -----------------------------------------------------------------------
 
@@ -166,6 +178,10 @@ class BlockPool:
             matched.append(block_id)
         return matched
 
+    def is_published(self, block_hash: bytes) -> bool:
+        """Returns whether the prefix cache has the block with this content."""
+        return block_hash in self._block_of
+
     def register(self, block_id: int, block_hash: bytes) -> None:
         """Publishes a used block under its content hash. If the hash is already published, the first block keeps it."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is not in use"
@@ -213,47 +229,33 @@ class BlockPool:
             self._hash_of[block_id] = None
 
 
-class WindowPool(BlockPool):
-    """The blocks of a group of layers with a sliding window. A sequence holds only those of its newest tokens.
+class CountedPool(BlockPool):
+    """A pool from which a sequence takes a block for each one that it gives back, as in WindowTable and StateTable.
 
-    A sequence exchanges the blocks behind its window for new ones as it grows (see `WindowTable`). That must not fail,
-    even if the blocks that it gives up are shared and so do not become free. So a shared block counts as often as it is
-    used: `num_free_blocks` is the number of blocks minus the number of references.
+    That must not fail, even if the blocks that it gives up are shared and so do not become free. So a shared block
+    counts as often as it is used: `num_free_blocks` is the number of blocks minus the number of references.
     """
 
     def __init__(
         self,
         *,
         window: int,
-        max_step_tokens: int,
-        first_block: int,
         num_blocks: int,
         block_size: int,
         hash_seed: bytes,
         enable_prefix_cache: bool = True,
     ) -> None:
-        """`max_step_tokens`: maximum number of a sequence's tokens in a step. `first_block`: number of block 0 of this
-        pool where the blocks of all groups are numbered together, as in copies.
-
-        The pool must have at least `max_held_blocks` blocks, so that one sequence can run.
-        """
+        """`window`: that of the planes whose blocks these are, as in PlaneSpec."""
         super().__init__(
             num_blocks=num_blocks, block_size=block_size, hash_seed=hash_seed, enable_prefix_cache=enable_prefix_cache
         )
         self.window = window
-        self.max_step_tokens = max_step_tokens
-        self.first_block = first_block
-        self.max_held_blocks = max_held_blocks(window, max_step_tokens, block_size)
         self._num_references = 0
 
     @property
     def num_free_blocks(self) -> int:
         """The number of blocks that may be allocated; negative if forks have taken more references than blocks."""
         return self.num_blocks - self._num_references
-
-    def first_kept(self, num_tokens: int) -> int:
-        """Returns the index of the first block that a sequence of `num_tokens` valid tokens keeps."""
-        return first_kept_token(num_tokens, self.window) // self.block_size
 
     def allocate(self, num_blocks: int) -> list[int]:
         block_ids = super().allocate(num_blocks)
@@ -293,6 +295,40 @@ class WindowPool(BlockPool):
         return None
 
 
+class WindowPool(CountedPool):
+    """The blocks of a group of layers with a sliding window. A sequence holds only those of its newest tokens."""
+
+    def __init__(self, *, window: int, max_step_tokens: int, first_block: int, block_size: int, **shared: Any) -> None:
+        """`max_step_tokens`: maximum number of a sequence's tokens in a step. `first_block`: number of block 0 of this
+        pool where the blocks of all groups are numbered together, as in copies. Others: see CountedPool.
+
+        The pool must have at least `max_held_blocks` blocks, so that one sequence can run.
+        """
+        super().__init__(window=window, block_size=block_size, **shared)
+        self.max_step_tokens = max_step_tokens
+        self.first_block = first_block
+        self.max_held_blocks = max_held_blocks(window, max_step_tokens, block_size)
+
+    def first_kept(self, num_tokens: int) -> int:
+        """Returns the index of the first block that a sequence of `num_tokens` valid tokens keeps."""
+        return first_kept_token(num_tokens, self.window) // self.block_size
+
+
+class StatePool(CountedPool):
+    """Slots of recurrent states, which are blocks with one entry each (see StateTable). A slot that is written does not
+    change until nobody has it. It is published under the hash of the block that ends with the state's last token.
+    """
+
+    def __init__(self, **shared: Any) -> None:
+        """`shared`: see CountedPool; `block_size` is that of the blocks that are hashed."""
+        super().__init__(window=STATE_WINDOW, **shared)
+
+    def evict_first(self, slot: int) -> None:
+        """Makes a slot the next one to be evicted, if it is evictable."""
+        if slot in self._evictable:
+            self._evictable.move_to_end(slot, last=False)
+
+
 def max_held_blocks(window: int, max_step_tokens: int, block_size: int) -> int:
     """Returns the maximum number of blocks that a sequence holds of a WindowPool."""
     return -(-(window + KEPT_TOKENS + max_step_tokens) // block_size)
@@ -304,19 +340,23 @@ class CacheSize(Protocol):
     num_blocks: int
     block_size: int
     window_blocks: tuple[int, ...]
+    state_slots: int
     layer_groups: tuple[LayerGroup, ...]
 
 
 def make_pool(
     kv_cache: CacheSize, *, hash_seed: bytes, max_step_tokens: int, enable_prefix_cache: bool = True
 ) -> BlockPool:
-    """Makes a pool of the cache's blocks, with one for each sliding window. For the arguments see the pools."""
+    """Makes a pool of the cache's blocks, with one for each sliding window and one for states. For the arguments
+    see the pools.
+    """
     shared: dict[str, Any] = {
         "block_size": kv_cache.block_size,
         "hash_seed": hash_seed,
         "enable_prefix_cache": enable_prefix_cache,
     }
-    windows, first_block = [], kv_cache.num_blocks
+    windows: list[WindowPool | StatePool] = []
+    first_block = kv_cache.num_blocks
     for group, num_blocks in zip(kv_cache.layer_groups[1:], kv_cache.window_blocks, strict=True):
         windows.append(
             WindowPool(
@@ -328,4 +368,6 @@ def make_pool(
             )
         )
         first_block += num_blocks
+    if kv_cache.layer_groups[-1].has_states:
+        windows.append(StatePool(num_blocks=kv_cache.state_slots, **shared))
     return BlockPool(num_blocks=kv_cache.num_blocks, windows=windows, **shared)

@@ -38,6 +38,7 @@ class KVCacheConfig:
         "0: none.",
     )
     num_blocks: int | None = fixed(None)  # overrides `memory`
+    state_slots: int | None = fixed(None)  # of layers with linear attention; None: as their memory allows
     block_size: int = fixed(16)  # tokens; small, to waste few slots at a sequence's end and share short prefixes
 
     def __post_init__(self) -> None:

@@ -36,11 +36,12 @@ class PagedKVCache:
         kernels: PlaneMaker | None = None,
         layer_groups: Sequence[LayerGroup] = (),
         window_blocks: Sequence[int] | None = None,
+        state_slots: int = 0,
     ) -> None:
         """`device`: torch's name of the device, such as "cuda:0".
 
         `num_blocks`: number of blocks of the layers without a window. `window_blocks`: of those of each window; None:
-        as many, and a sequence has one block table for all layers.
+        as many, and a sequence has one block table for all layers. `state_slots`: number of recurrent states.
 
         `layer_groups`: the groups of layers, as in ModelSpec; by default one.
 
@@ -59,7 +60,9 @@ class PagedKVCache:
             sizes = {plane.num_layers for plane in planes if plane.name in group.plane_names}
             assert sizes == ({len(group.layers)} if group.layers else set()), "the groups are those of the planes"
         windows = self.layer_groups[1:]
-        assert {plane.window for plane in planes} <= {group.window for group in self.layer_groups}, "all have a group"
+        of_tokens = [plane for plane in planes if not plane.is_state]
+        assert {plane.window for plane in of_tokens} <= {each.window for each in self.layer_groups}, "all have a group"
+        self.state_slots = state_slots
         self.window_blocks = (num_blocks,) * len(windows) if window_blocks is None else tuple(window_blocks)
         self.num_tables = 1 if window_blocks is None else len(self.layer_groups)  # block tables of a sequence
         self.scratch_blocks: tuple[int, ...] = ()
@@ -67,7 +70,8 @@ class PagedKVCache:
         if num_scratch_blocks:
             self.scratch_blocks = (num_blocks, *self.window_blocks)[: self.num_tables]
         by_window = {group.window: num for group, num in zip(windows, self.window_blocks, strict=True)}
-        self._num_blocks = {plane.name: by_window.get(plane.window, num_blocks) for plane in planes}
+        self._num_blocks = {plane.name: by_window.get(plane.window, num_blocks) for plane in of_tokens}
+        self._num_slots = {name: num * block_size for name, num in self._num_blocks.items()}
         self.copies: CopyStream | None = None  # on a GPU only
         if kernels is None:
             from outrider.engine.kv_cache.tensor_planes import TensorMemory  # imports torch
@@ -78,15 +82,23 @@ class PagedKVCache:
             plane.name: kernels.make_plane(
                 plane, num_blocks=self._num_blocks[plane.name] + num_scratch_blocks, block_size=block_size
             )
-            for plane in planes
+            for plane in of_tokens
         }
+        for plane in planes:
+            if plane.is_state:
+                self._planes[plane.name] = kernels.make_plane(plane, num_blocks=state_slots, block_size=1)
+                self._num_slots[plane.name] = state_slots
         self.group_of = _by_layer({layer: at for at, group in enumerate(self.layer_groups) for layer in group.layers})
         self.keys, self.values = (self._of_all_layers(side) for side in range(2))
 
     def _of_all_layers(self, side: int) -> Any:
-        """Returns the keys (side 0) or values (1) of every layer of the model, by its number."""
+        """Returns the keys (side 0) or values (1) of every layer of the model, by its number; of a layer with linear
+        attention, its rows.
+        """
         groups = [
-            (group.layers, self._planes[group.plane_names[side]].layers) for group in self.layer_groups if group.layers
+            (group.layers, self._planes[group.plane_names[0 if group.has_states else side]].layers)
+            for group in self.layer_groups
+            if group.layers
         ]
         if len(groups) == 1:
             return groups[0][1]
@@ -117,8 +129,9 @@ class PagedKVCache:
             return
         moves, first = np.array(pairs, dtype=np.int64).T, 0
         if self.num_tables == 1:
-            for plane in self._planes.values():
-                plane.move_slots(moves)
+            for spec in self.planes:
+                if not spec.is_state:
+                    self._planes[spec.name].move_slots(moves)
             return
         for group, num_blocks in zip(self.layer_groups, (self.num_blocks, *self.window_blocks), strict=True):
             num_slots = num_blocks * self.block_size
@@ -201,9 +214,9 @@ class PagedKVCache:
         spec = find_plane(self.planes, plane)
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= spec.num_layers:
             raise InternalError(f"{layers} is outside the {spec.num_layers} layers of plane {plane}")
-        num_blocks = self._num_blocks[plane]
-        if slots.size and not 0 <= slots.min() <= slots.max() < num_blocks * self.block_size:
-            raise InternalError(f"some slots are outside the cache of {num_blocks} blocks of {self.block_size}")
+        num_slots = self._num_slots[plane]
+        if slots.size and not 0 <= slots.min() <= slots.max() < num_slots:
+            raise InternalError(f"some slots are outside the {num_slots} of plane {plane}")
         return spec.checked_heads(heads)
 
 

@@ -13,6 +13,13 @@ FEATURE_PLANE_PREFIX = "feature-"
 KEPT_TOKENS = 64
 """The tokens that a sequence keeps of a sliding window begin at a multiple of this number. So nodes whose blocks have
 different sizes, which divide it, keep and send the same tokens."""
+STATE_INTERVAL = 16
+"""Recurrent states are stored after numbers of tokens that are multiples of this number. It does not change bits."""
+MAX_REPLAY = 48
+"""Maximum number of tokens from a stored state to the first row of a step: one interval, and the drafts of the step
+before, which are limited accordingly."""
+STATE_PLANE, STATE_WINDOW = "state", 1
+"""The plane of recurrent states. An entry is the state after some tokens, which a transfer sends as one token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,16 @@ class PlaneSpec:
     def is_values(self) -> bool:
         """Whether it stores values, or the latent vectors that are values, and not keys or features."""
         return self.name.startswith(("v", "latent"))
+
+    @property
+    def is_state(self) -> bool:
+        """Whether its entries are recurrent states, each in a slot of a StatePool."""
+        return self.name == STATE_PLANE
+
+    @property
+    def is_attended(self) -> bool:
+        """Whether attention reads it."""
+        return not (self.is_feature or self.is_state or self.name.startswith("rows"))
 
     @property
     def bytes_per_head(self) -> int:
@@ -65,23 +82,53 @@ class PlaneSpec:
 class LayerGroup:
     """Layers whose keys and values are stored in the same blocks: a block has the same number in all of them.
 
-    A model has a group for the layers that see all tokens, which may be empty, and one for each sliding window.
+    A model has a group for the layers that see all tokens, which may be empty, and one for each sliding window. Layers
+    with linear attention are a group whose window are the tokens since the last stored state.
     """
 
     layers: tuple[int, ...]  # of the model, ascending; layer i of the group's planes is layers[i]
     window: int = 0  # as in PlaneSpec
-    stored: tuple[str, str] = ("k", "v")  # what attention reads as keys and as values, see `stored_vectors`
+    stored: tuple[str, ...] = ("k", "v")  # what attention reads as keys and as values, see `stored_vectors`
+    has_states: bool = False  # whether the layers also have the plane STATE_PLANE
 
     @property
-    def plane_names(self) -> tuple[str, str]:
-        """The names of the planes of keys and of values."""
-        keys, values = self.stored
+    def plane_names(self) -> tuple[str, ...]:
+        """The names of the planes of what is stored for each token."""
         suffix = f"-{self.window}" if self.window else ""
-        return f"{keys}{suffix}", f"{values}{suffix}"
+        return tuple(f"{name}{suffix}" for name in self.stored)
 
     def places(self, layers: range) -> range:
         """Returns which layers of the group's planes are the given layers of the model."""
         return range(bisect_left(self.layers, layers.start), bisect_left(self.layers, layers.stop))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttention:
+    """The layers of a model with linear attention (see outrider.engine.linear_attention), which are of one shape."""
+
+    layers: tuple[int, ...]
+    row_width: int  # numbers that a layer stores of a token
+    num_heads: int
+    state_size: int  # numbers in the state of one head
+    kernel_size: int  # of the convolution over tokens
+
+    @property
+    def group(self) -> LayerGroup:
+        """The layers' group. Its window reaches from a step's first row to the first one that a replay reads."""
+        return LayerGroup(self.layers, MAX_REPLAY + self.kernel_size, ("rows",), has_states=True)
+
+    def planes(self, dtype: str) -> tuple[PlaneSpec, PlaneSpec]:
+        """The planes of rows and of states."""
+        (name,), num_layers = self.group.plane_names, len(self.layers)
+        rows = PlaneSpec(name, num_layers, 1, self.row_width, dtype, self.group.window)
+        return rows, PlaneSpec(STATE_PLANE, num_layers, self.num_heads, self.state_size, "float32", STATE_WINDOW)
+
+
+def last_border(num_tokens: int) -> int:
+    """Returns after how many tokens the state is that `num_tokens` valid tokens need, of which the last one may be
+    computed again; 0: none.
+    """
+    return max(num_tokens - 1, 0) // STATE_INTERVAL * STATE_INTERVAL
 
 
 def stored_vectors(head_dim: int, latent_dim: int) -> tuple[tuple[str, int], tuple[str, int]]:
@@ -102,6 +149,13 @@ def first_kept_token(num_tokens: int, window: int) -> int:
     more. Without a window (0), it keeps all tokens.
     """
     return max(num_tokens - window, 0) // KEPT_TOKENS * KEPT_TOKENS if window else 0
+
+
+def first_sent_token(plane: PlaneSpec, start_token: int, end_token: int) -> int:
+    """Returns the first token that a transfer of tokens [start_token, end_token) carries in this plane."""
+    if plane.is_state:
+        return end_token - 1 if last_border(end_token) else end_token
+    return first_kept_token(end_token, plane.window) if plane.window else start_token
 
 
 def find_plane(planes: Sequence[PlaneSpec], name: str) -> PlaneSpec:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from outrider.engine.kv_cache.block_hashes import BlockHashes
-from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
-from outrider.engine.kv_cache.window_table import WindowTable, longest_match
+from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError, StatePool, WindowPool
+from outrider.engine.kv_cache.state_table import StateSteps, StateTable
+from outrider.engine.kv_cache.window_table import WindowTable
+
+GroupTable: TypeAlias = WindowTable | StateTable
+"""What a sequence holds of a group of layers other than the first."""
 
 
 class SequenceKV:
@@ -17,7 +22,8 @@ class SequenceKV:
     the KV of the first `num_tokens` tokens is valid. A step calls `reserve`, writes KV, then calls `advance` or
     `truncate`. Only blocks with valid tokens are ever shared.
 
-    Layers with a sliding window have tables of their own in `windows`, with the blocks of the newest tokens only.
+    Layers with a sliding window have tables of their own in `windows`, with the blocks of the newest tokens only, and
+    so have recurrent states.
     """
 
     __slots__ = (
@@ -26,10 +32,12 @@ class SequenceKV:
         "_owns_tail",
         "_pool",
         "_table",
+        "_window_tables",
         "block_ids",
         "is_copying",
         "num_cached_tokens",
         "num_tokens",
+        "state",
         "windows",
     )
 
@@ -45,7 +53,11 @@ class SequenceKV:
         self.is_copying = False  # whether the copy of a block in the table may not be queued yet
         self.num_tokens = 0
         self.num_cached_tokens = 0  # number of tokens taken from the prefix cache at creation
-        self.windows = tuple(WindowTable(each) for each in pool.windows)
+        self.windows: tuple[GroupTable, ...] = ()
+        self.state: StateTable | None = None
+        self._window_tables: tuple[WindowTable, ...] = ()
+        if pool.windows:
+            self._set_windows([_table_of(each) for each in pool.windows])
         self._table = array("i")  # the part of block_ids that `block_table` has converted so far
 
     @classmethod
@@ -63,7 +75,10 @@ class SequenceKV:
         `windows_arrive`: whether all that later rows see through sliding windows arrives from elsewhere, so that it
         need not be in the cache. No row may be computed before it has arrived.
         """
+        pool = pool.part_for(token_ids, max_tokens=max_cached_tokens, cache_salt=cache_salt)
         kv = cls(pool, cache_salt=cache_salt)
+        if kv.state is not None:  # a row must be computed that needs the state of `last_border`
+            max_cached_tokens = min(max_cached_tokens, len(token_ids) - 1)
         kv.block_ids = pool.match_prefix(token_ids, max_tokens=max_cached_tokens, hashes=kv._hashes)
         if kv.windows and kv.block_ids and not windows_arrive:
             kv._match_windows()
@@ -90,24 +105,34 @@ class SequenceKV:
         `WindowPool.first_block`.
         """
         index, offset = divmod(place, self._block_size)
-        blocks = [table.pool.first_block + table.block_ids[index] for table in self.windows]
+        blocks = [table.pool.first_block + table.block_ids[index] for table in self._window_tables]
         return [block * self._block_size + offset for block in (self.block_ids[index], *blocks)]
 
     def window_tables(self) -> list[array[int]]:
         """Returns the block table of each sliding window, int32, not as a copy. See `block_table`."""
-        return [table.block_ids for table in self.windows]
+        return [table.block_ids for table in self._window_tables]
+
+    def plan_states(self, num_rows: int) -> StateSteps | None:
+        """Plans which recurrent states the next step reads and writes, for which `reserve` has made room; None: the
+        model has none.
+
+        `num_rows`: number of the step's rows without drafts. Call it once for each step.
+        """
+        return None if self.state is None else self.state.plan(self.num_tokens, self.num_tokens + num_rows)
 
     @property
     def num_held_tokens(self) -> dict[int, int]:
-        """The number of tokens that the blocks of each group can hold, by the group's window (0: none)."""
-        held = {table.pool.window: table.end - table.first * self._block_size for table in self.windows}
+        """The number of tokens that the blocks of each group can hold, by the group's window (0: none), and the number
+        of states.
+        """
+        held = {table.pool.window: table.num_held_tokens for table in self.windows}
         return {0: len(self.block_ids) * self._block_size, **held}
 
     @property
     def capacity(self) -> int:
         """The number of tokens up to which blocks are reserved in all groups."""
         capacity = len(self.block_ids) * self._block_size
-        return min([capacity, *[table.end for table in self.windows]]) if self.windows else capacity
+        return min([capacity, *[table.end for table in self._window_tables]]) if self.windows else capacity
 
     def has_reserved(self, num_tokens: int) -> bool:
         """Returns True only if `reserve(num_tokens)` would do nothing. On False, `reserve` may still do nothing."""
@@ -140,6 +165,15 @@ class SequenceKV:
                 return False
         return True
 
+    @property
+    def num_free_blocks(self) -> int:
+        """The number of blocks that are free for this table."""
+        return self._pool.num_free_blocks
+
+    def shares_pool(self, other: SequenceKV | None) -> bool:
+        """Returns whether both have their blocks in the same pool, so that one can use what the other releases."""
+        return other is not None and self._pool is other._pool  # noqa: SLF001 of this class
+
     def max_reserved(self, num_tokens: int) -> int:
         """Returns the largest number of tokens, at most `num_tokens`, for which `reserve` would succeed if it need not
         copy a block.
@@ -147,8 +181,7 @@ class SequenceKV:
         size = self._block_size
         most = min(num_tokens, (len(self.block_ids) + self._pool.num_free_blocks) * size)
         for table in self.windows:
-            spare = table.pool.num_free_blocks - table.num_needed(self.num_tokens, self.num_tokens)
-            most = min(most, max(-(-self.num_tokens // size) * size, table.end) + spare * size)
+            most = min(most, table.max_reserved(self.num_tokens))
         return most
 
     def reserve(self, num_tokens: int, *, arriving: int = 0) -> list[tuple[int, int]]:
@@ -250,8 +283,10 @@ class SequenceKV:
         for index in range(len(hashes), num_full):
             block_hash = hashes.append(token_ids)
             self._pool.register(self.block_ids[index], block_hash)
-            for table in self.windows:
+            for table in self._window_tables:
                 table.publish(index, block_hash)
+        if self.state is not None:
+            self.state.publish(hashes)
 
     def fork(self) -> SequenceKV:
         """Returns a second table over the same valid tokens. The first writer to a shared partial block copies it."""
@@ -262,7 +297,7 @@ class SequenceKV:
         other.num_tokens = self.num_tokens
         other.num_cached_tokens = self.num_cached_tokens
         self._pool.acquire(other.block_ids)
-        other.windows = tuple(table.fork(self.num_tokens) for table in self.windows)
+        other._set_windows([table.fork(self.num_tokens) for table in self.windows])
         return other
 
     def release_behind(self) -> None:
@@ -291,7 +326,7 @@ class SequenceKV:
 
     def _match_windows(self) -> None:
         """Shortens the prefix taken from the cache to what the tables of sliding windows can take, too."""
-        num_blocks = longest_match(self.windows, self._hashes)
+        num_blocks = _longest_match(self.windows, self._hashes)
         if not all(table.match(self._hashes, num_blocks) for table in self.windows):
             num_blocks = 0
             for table in self.windows:
@@ -299,3 +334,20 @@ class SequenceKV:
         self._pool.release(reversed(self.block_ids[num_blocks:]))
         del self.block_ids[num_blocks:]
         self._hashes.truncate(num_blocks)
+
+    def _set_windows(self, tables: Sequence[GroupTable]) -> None:
+        self.windows = tuple(tables)
+        self._window_tables = tuple(table for table in tables if isinstance(table, WindowTable))
+        self.state = next((table for table in tables if isinstance(table, StateTable)), None)
+
+
+def _table_of(pool: WindowPool | StatePool) -> GroupTable:
+    return StateTable(pool) if isinstance(pool, StatePool) else WindowTable(pool)
+
+
+def _longest_match(tables: Sequence[GroupTable], hashes: BlockHashes) -> int:
+    """Returns the largest number of leading blocks that every table can take from the prefix cache."""
+    num_blocks = len(hashes)
+    while (shorter := min(table.longest_match(hashes, num_blocks) for table in tables)) < num_blocks:
+        num_blocks = shorter
+    return num_blocks

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 
+from outrider.engine.kv_cache.base import Slots, slots_of
 from outrider.engine.kv_cache.block_hashes import BlockHashes
 from outrider.engine.kv_cache.block_pool import WindowPool
 from outrider.engine.kv_cache.planes import first_kept_token
@@ -36,6 +36,22 @@ class WindowTable:
     def num_held(self) -> int:
         """The number of blocks."""
         return len(self.block_ids) - self.first
+
+    @property
+    def num_held_tokens(self) -> int:
+        """The number of tokens that the blocks can hold."""
+        return self.end - self.first * self._block_size
+
+    def max_reserved(self, num_valid: int) -> int:
+        """Returns up to which token `reserve` would succeed if it need not copy a block."""
+        num_spare = self.pool.num_free_blocks - self.num_needed(num_valid, num_valid)
+        return max(-(-num_valid // self._block_size) * self._block_size, self.end) + num_spare * self._block_size
+
+    def fill_slots(self, slots: Slots) -> None:
+        """Enters the slots of the tokens for which there are blocks, by position. `slots`: [num_tokens] int64."""
+        size = self._block_size
+        first, end = self.first * size, min(self.end, len(slots))
+        slots[first:end] = slots_of(self.block_ids[self.first :], end - first, size)
 
     def sees_all(self, num_tokens: int) -> bool:
         """Returns whether the table has every token that the row after the first `num_tokens` tokens sees."""
@@ -143,11 +159,3 @@ class WindowTable:
             first = max(first, self.first)
         end = max(first, min(pool.num_blocks_for(num_tokens), first + pool.max_held_blocks))
         return first, max(end, len(self.block_ids)) if sees_all else end
-
-
-def longest_match(tables: Sequence[WindowTable], hashes: BlockHashes) -> int:
-    """Returns the largest number of leading blocks that every table can take from the prefix cache."""
-    num_blocks = len(hashes)
-    while (shorter := min(table.longest_match(hashes, num_blocks) for table in tables)) < num_blocks:
-        num_blocks = shorter
-    return num_blocks

@@ -22,7 +22,7 @@ class CommandMark(NamedTuple):
 class Step:
     """One forward pass, of parts that run one after another."""
 
-    parts: tuple[InputBatch, ...]  # at least one
+    parts: tuple[InputBatch, ...]  # at least one; without rows if other ranks have all sequences
     reports_layers: bool = True  # whether KvRequest.after may name layers of this step
 
 
@@ -32,11 +32,18 @@ class MoveSlots:
 
 
 @dataclass(frozen=True, slots=True)
+class RenewCopies:
+    """Chooses the copies of experts anew in one of the layers with experts, see DividedExperts."""
+
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """The last command."""
 
 
-Command = Step | MoveSlots | Stop
+Command = Step | MoveSlots | RenewCopies | Stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -73,12 +73,14 @@ class RankGroup:
     # ---- commands
 
     @contextmanager
-    def running(self, command: Command) -> Iterator[None]:
-        """Sends the command to the other ranks; the body of the context does this rank's part.
+    def running(self, *commands: Command) -> Iterator[None]:
+        """Sends a command to the other ranks; the body of the context does this rank's part.
+
+        `commands`: one for all other ranks, or one for each.
 
         Raises: RankLostError if the body fails because a rank is gone.
         """
-        self._send(command)
+        self._send(commands)
         try:
             yield
         except Exception as error:
@@ -90,11 +92,11 @@ class RankGroup:
         """Records, within `running`, that this rank has finished the layer."""
         self.reached = CommandMark(self._num_sent - 1, layer + 1)
 
-    def _send(self, command: Command) -> None:
-        encoded = Channel.encode(command)
+    def _send(self, commands: Sequence[Command]) -> None:
+        encoded = [Channel.encode(command) for command in commands]
         for member in self.members:
             try:
-                member.commands.send_encoded(encoded)
+                member.commands.send_encoded(encoded[(member.rank - 1) % len(encoded)])
             except RankLostError as error:
                 self.raise_if_lost(error)
                 raise

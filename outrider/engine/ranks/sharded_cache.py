@@ -38,7 +38,7 @@ class Share:
     rank: int
     layers: range  # numbered as in the rank's own cache
     heads: range  # same
-    place: tuple[slice, slice, slice]  # the part's layers, tokens and heads within the requested range
+    place: tuple[slice, slice | Slots, slice]  # the part's layers, tokens and heads within the requested range
 
 
 def shares_of(layers: range, heads: range, held: Sequence[tuple[range, range]]) -> Iterator[Share]:
@@ -82,6 +82,7 @@ class ShardedKVCache:
         self._layers = layers
         self.num_blocks = local.num_blocks
         self.window_blocks = local.window_blocks
+        self.state_slots = local.state_slots
         self.layer_groups = local.layer_groups if whole is None else whole.layer_groups
         self.block_size = local.block_size
         self.device = local.device
@@ -98,8 +99,8 @@ class ShardedKVCache:
         spec = find_plane(self.planes, plane)
         return split_heads(spec.num_heads, 1 if spec.is_feature or self._layers else self._ranks.size)
 
-    def _shares(self, plane: PlaneSpec, layers: range, heads: range) -> Iterator[Share]:
-        """Raises: InternalError if the layers are out of range."""
+    def _shares(self, plane: PlaneSpec, layers: range, slots: Slots, heads: range) -> Iterator[tuple[Share, Slots]]:
+        """Yields the parts of a range, with their slots. Raises: InternalError if the range is outside the cache."""
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= plane.num_layers:
             raise InternalError(f"{layers} is outside the {plane.num_layers} layers of plane {plane.name}")
         by_rank = self.head_ranges(plane.name)
@@ -107,7 +108,8 @@ class ShardedKVCache:
         if self._layers and not plane.is_feature:
             (group,) = (group for group in self.layer_groups if plane.name in group.plane_names)
             held = [(group.places(own), by_rank[0]) for own in self._layers]
-        return shares_of(layers, heads, held)
+        for share in shares_of(layers, heads, held):
+            yield share, slots
 
     def layers(self, plane: str) -> Any:
         """Returns the layers of a plane that only rank 0 has."""
@@ -144,16 +146,16 @@ class ShardedKVCache:
         heads = spec.checked_heads(heads)
         fence = after or self.fence()
         cells = np.empty((len(layers), slots.size, len(heads) * spec.bytes_per_head), dtype=np.uint8)
-        for share in self._shares(spec, layers, heads):
+        for share, own in self._shares(spec, layers, slots, heads):
             if share.rank == 0:
-                part = self.local.read(plane, share.layers, slots, fence.local, heads=share.heads)
+                part = self.local.read(plane, share.layers, own, fence.local, heads=share.heads)
             else:
-                request = KvRequest(plane=plane, layers=share.layers, slots=slots, heads=share.heads, after=fence.mark)
+                request = KvRequest(plane=plane, layers=share.layers, slots=own, heads=share.heads, after=fence.mark)
                 part = np.frombuffer(self._ranks.ask(share.rank, request), dtype=np.uint8)
-            cells[self._bytes_at(share, spec)] = part.reshape(len(share.layers), slots.size, -1)
+            cells[self._bytes_at(share, spec)] = part.reshape(len(share.layers), own.size, -1)
         return cells.reshape(-1)
 
-    def _bytes_at(self, share: Share, plane: PlaneSpec) -> tuple[slice, slice, slice]:
+    def _bytes_at(self, share: Share, plane: PlaneSpec) -> tuple[slice, slice | Slots, slice]:
         layers, slots, heads = share.place
         return layers, slots, slice(heads.start * plane.bytes_per_head, heads.stop * plane.bytes_per_head)
 
@@ -180,16 +182,54 @@ class ShardedKVCache:
             return
         cells = np.frombuffer(view, dtype=np.uint8).reshape(len(layers), slots.size, -1)
         fence = after or self.fence()
-        for share in self._shares(spec, layers, heads):
+        for share, own in self._shares(spec, layers, slots, heads):
             part = cells[self._bytes_at(share, spec)].tobytes()
             if share.rank == 0:
-                self.local.write(plane, share.layers, slots, part, fence.local, heads=share.heads)
+                self.local.write(plane, share.layers, own, part, fence.local, heads=share.heads)
             else:
                 request = KvRequest(
-                    plane=plane, layers=share.layers, slots=slots, heads=share.heads, after=fence.mark, payload=part
+                    plane=plane, layers=share.layers, slots=own, heads=share.heads, after=fence.mark, payload=part
                 )
                 self._ranks.ask(share.rank, request)
 
 
+class DividedKVCache(ShardedKVCache):
+    """A cache whose blocks are divided among ranks: each rank has all layers and heads of as many blocks, numbered
+    after those of the rank before. There are no features, and all layers have one block table.
+    """
+
+    def __init__(self, local: PagedKVCache, ranks: RankGroup) -> None:
+        """`local`: rank 0's cache."""
+        super().__init__(local, ranks)
+        self.num_ranks = ranks.size
+        self.num_blocks = local.num_blocks * ranks.size
+        self.planes = local.planes
+
+    def head_ranges(self, plane: str) -> tuple[range, ...]:
+        return self.local.head_ranges(plane)
+
+    def _shares(self, plane: PlaneSpec, layers: range, slots: Slots, heads: range) -> Iterator[tuple[Share, Slots]]:
+        if layers.step != 1 or not 0 <= layers.start <= layers.stop <= plane.num_layers:
+            raise InternalError(f"{layers} is outside the {plane.num_layers} layers of plane {plane.name}")
+        if slots.size and not 0 <= slots.min() <= slots.max() < self.num_blocks * self.block_size:
+            raise InternalError(f"some slots are outside the cache of {self.num_blocks} blocks of {self.block_size}")
+        ranks, own = np.divmod(slots, self.local.num_blocks * self.block_size)
+        for rank in np.unique(ranks).tolist():
+            tokens = np.flatnonzero(ranks == rank)
+            place = slice(0, len(layers)), tokens, slice(0, len(heads))
+            yield Share(rank, layers, heads, place), own[tokens]
+
+    def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        size, moves = self.local.num_blocks * self.block_size, [list[tuple[int, int]]() for _ in range(self.num_ranks)]
+        for source, destination in pairs:
+            rank = source // size
+            assert rank == destination // size, "a sequence has all its blocks in one rank"
+            moves[rank].append((source % size, destination % size))
+        with self._ranks.running(*(MoveSlots(tuple(own)) for own in moves[1:])):
+            self.local.move_slots(moves[0])
+
+
 KVCache: TypeAlias = PagedKVCache | ShardedKVCache
-"""The cache of a model that runs in one process, or of a model whose heads or layers are divided among ranks."""
+"""The cache of one process, or one whose heads, layers or blocks are divided among ranks."""

@@ -15,6 +15,7 @@ from outrider.engine.ranks.commands import (
     KvRefused,
     KvRequest,
     MoveSlots,
+    RenewCopies,
     Step,
     Stop,
 )
@@ -79,6 +80,8 @@ class RankWorker:
                     self._runner.forward(command.parts[-1], on_layer_done=layer_done)
                 case MoveSlots():
                     self._kv_cache.move_slots(command.pairs)
+                case RenewCopies():
+                    self._runner.renew_copies(command.layer)
             self._progress.command_done()
 
     def _serve_kv(self) -> None:

@@ -134,6 +134,15 @@ class EngineMetrics:
             "outrider:step_part_seconds", "What the engine's thread did with its time.", "part"
         )
         self._rows = family.counter("outrider:step_rows", "Rows in forward passes.")
+        self._add_rank_rows = family.labelled_counter(
+            "outrider:rank_rows", "Rows of each rank's sequences, if ranks divide them (expert parallelism).", "rank"
+        )
+        self._rows_by_rank: tuple[int, ...] = ()
+        self._expert_copies = family.gauge("outrider:expert_copies", "Experts of all layers with a second copy.")
+        self._expert_balance = family.gauge(
+            "outrider:expert_balance",
+            "Recent rows of the busiest rank's experts by the mean of ranks, at least 1; 0: not measured.",
+        )
         self._step_tokens = family.histogram(
             "vllm:iteration_tokens_total", "Rows in the forward passes of one iteration.", STEP_TOKENS_BUCKETS
         )
@@ -172,6 +181,15 @@ class EngineMetrics:
         self._steps.observe(seconds)
         self._rows.inc(num_rows)
         self._step_tokens.observe(num_rows)
+
+    def set_ranks(self, *, rows_by_rank: tuple[int, ...], num_expert_copies: int, expert_balance: float) -> None:
+        """Shows how work is divided among ranks, see RankLoad."""
+        before = self._rows_by_rank or (0,) * len(rows_by_rank)
+        for rank, (num, num_before) in enumerate(zip(rows_by_rank, before, strict=True)):
+            self._add_rank_rows(str(rank), num - num_before)
+        self._rows_by_rank = rows_by_rank
+        self._expert_copies.set(num_expert_copies)
+        self._expert_balance.set(expert_balance)
 
     def _host_figure(self, name: str) -> float:
         return float(getattr(self._host, name, 0))

@@ -15,6 +15,7 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.open_runner import open_runner
 from outrider.engine.runner_base import ModelRunner
 from outrider.engine.sampler import Sampler
+from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_attention, resolve_device
 from outrider.model_hub.loaded_model import LoadedModel
@@ -108,6 +109,8 @@ def open_draft_model(
     """
     with loading_turn([resolve_device(config.device)], progress):
         model = open_model(config, progress=progress)
+        if model.spec.linear is not None:
+            raise ConfigError(f"{model.spec.architecture} has linear attention, which draft models must not have")
         forward = ModelForward.of(
             model,
             kv_cache=kv_cache,

@@ -135,3 +135,15 @@ def test_a_graph_of_one_choice_of_experts_computes_another():
         kept.copy_(other)
     graph.replay()
     assert torch.equal(found, ours(*inputs))
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_products_of_single_slots_add_up_to_the_sums(name, kind):
+    """As in ranks that divide experts: others make the products, and torch adds them."""
+    experts, (rows, ids, weights) = made(name, kind)
+    ours, total = DeterministicExperts(experts), torch.zeros((NUM_ROWS, HIDDEN), device=rows.device)
+    for slot in range(NUM_SLOTS):
+        total = total + ours.products(rows, ids[:, slot].contiguous()) * weights[:, slot, None]
+    assert torch.equal(total.to(rows.dtype), ours(rows, ids, weights))
+    memory = ours.memory_of(2)
+    assert {each.data_ptr() for each in memory} == {each[2].data_ptr() for each in experts.parameters()}

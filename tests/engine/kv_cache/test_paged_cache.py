@@ -206,7 +206,7 @@ def test_a_window_is_as_long_as_the_pool_in_even_steps(num_blocks, window):
             with pytest.raises(ConfigError, match="one window of 10000 tokens needs"):
                 pool_size(spec, config, room, may_shorten=True)
         else:
-            assert pool_size(spec, config, room, may_shorten=True) == (num_blocks, window, None)
+            assert pool_size(spec, config, room, may_shorten=True) == (num_blocks, window, None, 0)
 
 
 def test_slots_move_together_in_all_layers_and_planes():

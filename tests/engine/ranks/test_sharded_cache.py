@@ -16,7 +16,7 @@ from outrider.engine.model_spec import ModelSpec
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.commands import Step
 from outrider.engine.ranks.group import Member, RankGroup
-from outrider.engine.ranks.sharded_cache import ShardedKVCache, split_heads
+from outrider.engine.ranks.sharded_cache import DividedKVCache, ShardedKVCache, split_heads
 from outrider.engine.ranks.worker import RankWorker
 from outrider.errors import InternalError
 
@@ -187,6 +187,37 @@ def test_blocks_go_to_main_memory_and_come_back(either):
         divided.save_block(plane.name, 1, row)
         divided.load_block(plane.name, 4, row)
         assert np.array_equal(divided.read(plane.name, layers, slots), whole.read(plane.name, layers, slots))
+
+
+@pytest.fixture
+def divided():
+    """Two ranks with all heads and layers; rank 1 has the blocks from NUM_BLOCKS on."""
+    ranks = Ranks(2, [range(NUM_LAYERS)] * 2)
+    ranks.cache = DividedKVCache(ranks.caches[0], ranks.group)
+    yield from running(ranks)
+
+
+def test_what_one_cache_has_is_what_ranks_with_blocks_of_their_own_have(divided):
+    cache, size = divided.cache, NUM_BLOCKS * BLOCK_SIZE
+    assert cache.num_blocks == 2 * NUM_BLOCKS
+    whole = PagedKVCache(cache.planes, num_blocks=2 * NUM_BLOCKS, block_size=BLOCK_SIZE)
+    for tensor in (*whole.keys, *whole.values):
+        tensor.normal_()
+    slots = np.array([size + 5, 3, size, 0, 17, 2 * size - 1])
+    for heads in HEADS:
+        payload = whole.read("k", range(NUM_LAYERS), slots, heads=heads)
+        cache.write("k", range(NUM_LAYERS), slots, payload.data, heads=heads)
+        assert np.array_equal(cache.read("k", range(NUM_LAYERS), slots, heads=heads), payload)
+        of_layer = cache.read("k", range(1, 2), slots[::2], heads=heads)
+        assert np.array_equal(of_layer, whole.read("k", range(1, 2), slots[::2], heads=heads))
+    for each in (cache, whole):
+        each.move_slots([(3, 17), (size + 5, size)])
+    assert np.array_equal(cache.read("k", range(NUM_LAYERS), slots), whole.read("k", range(NUM_LAYERS), slots))
+    for slot in (-1, 2 * size):
+        with pytest.raises(InternalError, match="outside the cache"):
+            cache.read("k", range(1), np.array([slot]))
+    with pytest.raises(InternalError, match="outside the 2 layers"):
+        cache.read("k", range(3), slots)
 
 
 def test_what_one_rank_has_is_what_stages_have(stages):

@@ -113,11 +113,12 @@ struct OutriderExperts {
 
 // Computes the weighted sum of each row's experts. x and y: [num_rows, hidden_size] of the activations' type, FLOAT32
 // or BFLOAT16; expert_ids and weights: [num_rows, num_slots]. The slots of a row are added in their order, so a row's
-// bits do not depend on other rows. A slot whose id is not from 0 to num_experts - 1 adds nothing.
+// bits do not depend on other rows. A slot whose id is not from 0 to num_experts - 1 adds nothing. `is_summed` 0: the
+// weighted slots are not added, and y is [num_rows, num_slots, hidden_size] FLOAT32.
 OUTRIDER_API OutriderStatus outrider_experts(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
                                              const OutriderExperts* experts, const void* x, int64_t num_rows,
                                              const int64_t* expert_ids, const float* weights, int64_t num_slots,
-                                             void* y);
+                                             int32_t is_summed, void* y);
 
 // ---- rms_norm.cpp: y = x / sqrt(mean(x^2) + epsilon) * weight, row by row; weight is float32. `rounds_once` 0: the
 // normalised values are also rounded to `type` before they are multiplied by the weight.
@@ -188,6 +189,43 @@ OUTRIDER_API OutriderStatus outrider_paged_attention(OutriderTeam* team, Outride
                                                      const OutriderAttention* options, const OutriderBatch* batch,
                                                      const void* query, int64_t query_stride, const void* key_cache,
                                                      const void* value_cache, void* output);
+
+// ---- delta_rule.cpp: linear attention by the gated delta rule
+
+// A layer. Its stored rows consist of channels, before the convolution over tokens (queries and keys [num_key_heads,
+// key_dim], then values [num_value_heads, value_dim]), and of two numbers for each value head: first all that become
+// beta, then all that become the decay.
+struct OutriderDeltaRule {
+  int64_t num_key_heads;
+  int64_t num_value_heads;   // a multiple of num_key_heads
+  int64_t key_dim;           // a multiple of 16
+  int64_t value_dim;         // same
+  int64_t kernel_size;       // of the convolution; at most OUTRIDER_MAX_KERNEL
+  const float* convolution;  // [kernel_size, channels]
+  const float* decay;        // [num_value_heads]
+  const float* time_bias;    // [num_value_heads]
+  const float* norm;         // [value_dim]
+  float epsilon;
+  float beta_scale;
+};
+
+enum OutriderDeltaLimits : int32_t { OUTRIDER_MAX_KERNEL = 8 };
+
+// The states that a step begins with and those that it writes. A state at a position is that after so many tokens.
+struct OutriderStateSteps {
+  const int64_t* positions;     // [num_seqs]; 0: zeros
+  const int64_t* slots;         // [num_seqs]
+  const int64_t* store_starts;  // [num_seqs + 1], into stores
+  const int64_t* stores;        // [stores, 2]: position and slot, ascending by position
+};
+
+// Computes the rows of a batch from the states and the rows of a layer's cache, which has the batch's own already. rows:
+// [slots, channels + 2 * num_value_heads] and gates and y: [num_rows, num_value_heads, value_dim] of `type`; states:
+// [slots, num_value_heads, key_dim, value_dim].
+OUTRIDER_API OutriderStatus outrider_delta_rule(OutriderTeam* team, OutriderWorkspace* workspace, int32_t type,
+                                                const OutriderDeltaRule* rule, const OutriderBatch* batch,
+                                                const OutriderStateSteps* steps, const void* rows, float* states,
+                                                const void* gates, void* y);
 
 // ---- kv_panels.cpp: reads and writes keys or values of some slots of the cache
 

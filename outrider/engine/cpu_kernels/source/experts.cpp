@@ -2,7 +2,8 @@
 // and each row adds the results of its slots in their order.
 //
 // A product's rows have the same bits whatever their number (panels.h), and the sum of a row's slots has one order, so
-// that a row's bits depend neither on the other rows nor on the number of threads.
+// that a row's bits depend neither on the other rows nor on the number of threads. If experts are divided among ranks,
+// another process makes the sums.
 
 #include <cmath>
 #include <memory>
@@ -35,9 +36,9 @@ template <class Weight, class T>
 class ExpertsJob final : public Job {
  public:
   ExpertsJob(OutriderWorkspace& workspace, const OutriderExperts& experts, const T* x, int64_t num_rows,
-             const int64_t* expert_ids, const float* weights, int64_t num_slots, T* y)
+             const int64_t* expert_ids, const float* weights, int64_t num_slots, bool is_summed, void* y)
       : experts_(experts), x_(x), num_rows_(num_rows), expert_ids_(expert_ids), weights_(weights),
-        num_slots_(num_slots), y_(y) {
+        num_slots_(num_slots), is_summed_(is_summed), y_(static_cast<T*>(y)) {
     up_units_ = num_units(Matrix<Weight>(experts.gate_up[0]));
     down_units_ = num_units(Matrix<Weight>(experts.down[0]));
     sort_by_expert();
@@ -45,7 +46,7 @@ class ExpertsJob final : public Job {
     inputs_ = workspace.activations.of<Row>(kIsQuantised<Weight> ? 0 : num * depth_of(hidden));
     gated_ = workspace.gated.of<Row>(num * depth_of(experts.intermediate_size));
     quantised_ = workspace.quantised.of<QuantisedGroup>(kIsQuantised<Weight> ? num_groups_ : 0);
-    outputs_ = workspace.outputs.of<float>(num_rows * num_slots * hidden);
+    outputs_ = is_summed ? workspace.outputs.of<float>(num_rows * num_slots * hidden) : static_cast<float*>(y);
   }
 
   void work(Member member) override {
@@ -79,7 +80,7 @@ class ExpertsJob final : public Job {
         StoreTo<float>{outputs_, hidden}(TileRow{place, tile.column, tile.num, tile.values});
       };
     });
-    phases_[4].share(member, num_rows_, [&](int64_t row) { add_slots(row); });
+    if (is_summed_) phases_[4].share(member, num_rows_, [&](int64_t row) { add_slots(row); });
   }
 
  private:
@@ -166,7 +167,8 @@ class ExpertsJob final : public Job {
   const int64_t* const expert_ids_;
   const float* const weights_;
   const int64_t num_slots_;
-  T* const y_;
+  const bool is_summed_;
+  T* const y_;  // unless sums are not made
   int64_t up_units_;
   int64_t down_units_;
   std::vector<Entry> entries_;  // sorted by expert, and by place within one
@@ -181,9 +183,10 @@ class ExpertsJob final : public Job {
 
 template <class Weight, class T>
 void run_experts(Team& team, OutriderWorkspace& workspace, const OutriderExperts& experts, const void* x,
-                 int64_t num_rows, const int64_t* expert_ids, const float* weights, int64_t num_slots, void* y) {
+                 int64_t num_rows, const int64_t* expert_ids, const float* weights, int64_t num_slots, bool is_summed,
+                 void* y) {
   team.run(std::make_shared<ExpertsJob<Weight, T>>(workspace, experts, static_cast<const T*>(x), num_rows, expert_ids,
-                                                   weights, num_slots, static_cast<T*>(y)));
+                                                   weights, num_slots, is_summed, y));
 }
 
 }  // namespace
@@ -193,10 +196,12 @@ using namespace outrider;
 
 OutriderStatus outrider_experts(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
                                 const OutriderExperts* experts, const void* x, int64_t num_rows,
-                                const int64_t* expert_ids, const float* weights, int64_t num_slots, void* y) {
+                                const int64_t* expert_ids, const float* weights, int64_t num_slots,
+                                int32_t is_summed, void* y) {
   return call([&] {
     const auto run = [&](auto run_typed) {
-      run_typed(*reinterpret_cast<Team*>(team), *workspace, *experts, x, num_rows, expert_ids, weights, num_slots, y);
+      run_typed(*reinterpret_cast<Team*>(team), *workspace, *experts, x, num_rows, expert_ids, weights, num_slots,
+                is_summed != 0, y);
     };
     with_weights(experts->gate_up[0].type, [&](auto* weight) {
       using Weight = std::remove_pointer_t<decltype(weight)>;

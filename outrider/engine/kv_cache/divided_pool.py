@@ -1,0 +1,65 @@
+"""The blocks of a cache that is divided among ranks. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from outrider.engine.kv_cache.block_pool import BlockPool
+
+
+class DividedPool(BlockPool):
+    """The pools of all ranks, each of which numbers its blocks after those of the rank before.
+
+    A sequence has all its blocks in one of them, which `part_for` chooses, and blocks are allocated only there. Prompts
+    with the same beginning share blocks within a rank.
+    """
+
+    def __init__(
+        self, num_parts: int, *, num_blocks: int, block_size: int, hash_seed: bytes, enable_prefix_cache: bool = True
+    ) -> None:
+        """`num_blocks`: the number of blocks of each part."""
+        settings: dict[str, Any] = {
+            "block_size": block_size,
+            "hash_seed": hash_seed,
+            "enable_prefix_cache": enable_prefix_cache,
+        }
+        super().__init__(num_blocks=num_parts * num_blocks, **settings)
+        self._free.clear()  # all blocks are the parts'
+        self.num_blocks_together = num_blocks
+        self.parts = tuple(
+            BlockPool(first_block_id=part * num_blocks, num_blocks=num_blocks, **settings) for part in range(num_parts)
+        )
+
+    @property
+    def num_free_blocks(self) -> int:
+        return sum(part.num_free_blocks for part in self.parts)
+
+    @property
+    def free_by_group(self) -> tuple[int, ...]:
+        """`num_free_blocks` of each part."""
+        return tuple(part.num_free_blocks for part in self.parts)
+
+    def part_for(self, token_ids: Sequence[int], *, max_tokens: int, cache_salt: bytes = b"") -> BlockPool:
+        """Returns the part with the most free blocks, where each block found in its prefix cache counts as one more. A
+        part with room for all the tokens comes before others.
+
+        With equal loads, a sequence goes where its prefix is. But if all sequences have a prefix in common, they do not
+        all go to the same rank.
+        """
+        chain, num_found = self.new_hashes(cache_salt), dict.fromkeys(self.parts, 0)
+        having = self.parts if self.enable_prefix_cache else ()
+        for _ in range(min(max_tokens, len(token_ids)) // self.block_size):
+            if not having:
+                break
+            block_hash = chain.append(token_ids)
+            having = tuple(part for part in having if part.is_published(block_hash))
+            for part in having:
+                num_found[part] += 1
+        needed = self.num_blocks_for(len(token_ids))
+
+        def rank_of(part: BlockPool) -> tuple[bool, int]:
+            num_free = part.num_free_blocks
+            return needed <= num_free, num_free + num_found[part]
+
+        return max(self.parts, key=rank_of)
