@@ -74,7 +74,7 @@ class PrefillTask:
         if not call.may_read_held or self.sequence.scoring is not None or pool.windows:
             return False
         salt = call.options.kv_salt
-        kv = SequenceKV.create(pool, tokens, max_cached_tokens=len(tokens), cache_salt=salt)
+        kv = SequenceKV.create(pool, tokens, max_cached_tokens=len(tokens), cache_salt=salt, kept_back=0)
         has_room = kv.num_blocks_needed(len(tokens)) <= pool.num_free_blocks
         if call.held_prefix_length - kv.num_tokens < MIN_READ_TOKENS or not has_room:
             kv.free()

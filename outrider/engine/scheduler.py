@@ -309,7 +309,7 @@ class Scheduler:
             was_refused = refused is sequence and all(map(operator.le, available, then))
             if self._running and (was_refused or not self._has_rows_for(sequence)):
                 return  # trying again would hash the whole prompt for the same result
-            kv = sequence.kv or self._cached_prefix(sequence)
+            kv = sequence.kv or self._cached_prefix(sequence, kept_back)
             if not kv.fits(len(sequence.token_ids), kept_back=kept_back):
                 self._refused = (sequence, available)
                 if kv is not sequence.kv:
@@ -333,13 +333,13 @@ class Scheduler:
         ahead = [other for other in self._running if other.num_uncomputed > 1 and _running_rank(other) < rank]
         return _num_prompt_rows(ahead) < self.max_rows_per_step
 
-    def _cached_prefix(self, sequence: EngineSequence) -> SequenceKV:
-        num_tokens = len(sequence.token_ids)
-        max_cached_tokens = num_tokens - 1 if sequence.needs_logits else num_tokens
+    def _cached_prefix(self, sequence: EngineSequence, kept_back: int) -> SequenceKV:
+        token_ids = sequence.token_ids
+        end = len(token_ids) - 1 if sequence.needs_logits else len(token_ids)
         if sequence.scoring is not None:
-            max_cached_tokens = min(max_cached_tokens, sequence.scoring.num_done)
+            end = min(end, sequence.scoring.num_done)
         return SequenceKV.create(
-            self._pool, sequence.token_ids, max_cached_tokens=max_cached_tokens, cache_salt=sequence.cache_salt
+            self._pool, token_ids, max_cached_tokens=end, cache_salt=sequence.cache_salt, kept_back=kept_back
         )
 
     # --- rows -----------------------------------------------------------------------------
