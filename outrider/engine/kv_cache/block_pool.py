@@ -109,7 +109,11 @@ class BlockPool:
             raise NoFreeBlocksError(
                 f"{num_blocks} KV blocks are needed, but only {self.num_free_blocks} of {self.num_blocks} are free"
             )
-        return [self._take_one() for _ in range(num_blocks)]
+        evicted: list[tuple[int, bytes]] = []
+        taken = [self._take_one(evicted) for _ in range(num_blocks)]
+        if evicted and self.host is not None:
+            self.host.save(self._group, evicted)
+        return taken
 
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Adds a reference to each of these used blocks."""
@@ -210,13 +214,14 @@ class BlockPool:
             del self._evictable[block_id]
         self._ref_counts[block_id] += 1
 
-    def _take_one(self) -> int:
+    def _take_one(self, evicted: list[tuple[int, bytes]]) -> int:
+        """Takes a free block, or an evictable one, which it adds to `evicted` with its hash."""
         if self._free:
             block_id = self._free.pop()
         else:
             block_id, _ = self._evictable.popitem(last=False)
-            if self.host is not None and (block_hash := self._hash_of[block_id]) is not None:
-                self.host.save(self._group, block_id, block_hash)
+            if (block_hash := self._hash_of[block_id]) is not None:
+                evicted.append((block_id, block_hash))
             self._forget_hash(block_id)
         self._ref_counts[block_id] = 1
         return block_id

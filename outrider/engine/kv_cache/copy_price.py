@@ -17,7 +17,7 @@ class _Times:
         self.median = math.inf
 
     def add(self, seconds: float) -> None:
-        self._last.append(seconds)
+        self._last.append(max(seconds, 1e-9))  # more than zero, whatever a clock says
         self.median = median(self._last)
 
 

@@ -84,8 +84,24 @@ class HostStore:
         """Returns the maximum number of blocks of tokens that may be loaded now, in all groups."""
         return int(self._seconds_left() / self.price.load_seconds) if self.price.load_pays else 0
 
-    def save(self, group: int, block_id: int, block_hash: bytes) -> None:
-        """Saves a block that is being evicted, if that pays and there are a slot and time."""
+    def save(self, group: int, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """Saves blocks that are being evicted, given by number and hash, if that pays and there are slots.
+
+        If there is too little time, it saves the last ones: a prefix is evicted from its end, and is of no use without
+        its beginning.
+        """
+        num_spare = 0
+        if self.price.save_pays:
+            num_new = sum(block_hash not in self._entries(group, block_hash) for _, block_hash in blocks)
+            num_spare = num_new - int(self._seconds_left() / self.price.copy_seconds(group, is_load=False))
+        for block_id, block_hash in blocks:
+            if num_spare > 0 and block_hash not in self._entries(group, block_hash):
+                num_spare -= 1
+                self.num_dropped += 1
+            else:
+                self._save_one(group, block_id, block_hash)
+
+    def _save_one(self, group: int, block_id: int, block_hash: bytes) -> None:
         entries = self._entries(group, block_hash)
         is_here = block_hash in entries
         if is_here:
@@ -98,16 +114,12 @@ class HostStore:
         self._refused[group], self._measure_at[group] = 0, MEASURE_EVERY
         if is_here:
             return
-        seconds = self.price.copy_seconds(group, is_load=False)
-        if self._seconds_left() < seconds:
-            self.num_dropped += 1
-            return
         if not self._free[group] and not self._drop(group, may_drop_preempted=entries is self._preempted[group]):
             self.num_dropped += 1
             return
         slot = self._free[group].pop()
         self._copies.save(group, block_id, slot)
-        self._seconds -= seconds
+        self._seconds -= self.price.copy_seconds(group, is_load=False)
         entries[block_hash] = slot
         self.num_saved += 1
 
