@@ -25,7 +25,7 @@ class HostStore:
     loaded, since the pool has it, then the one that was evicted first. The blocks of preempted sequences (`keep`) are
     dropped only for those of other preempted sequences: they are certain to be needed, and prefixes are not.
 
-    Within any t seconds, by the price, copies take at most COPY_SHARE * t and the time of a full step of prompts. What
+    Within any t seconds, copies take at most COPY_SHARE * t and the time of a full step of prompts. What
     would take longer is not saved, or is computed instead of loaded.
 
     Engine thread only, except that any thread may read the numbers.
@@ -87,39 +87,37 @@ class HostStore:
     def save(self, group: int, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Saves blocks that are being evicted, given by number and hash, if that pays and there are slots.
 
-        If there is too little time, it saves the last ones: a prefix is evicted from its end, and is of no use without
-        its beginning.
+        If there is too little time or memory, it saves the last ones: a prefix is evicted from its end, and is of no
+        use without its beginning.
         """
-        num_spare = 0
-        if self.price.save_pays:
-            num_new = sum(block_hash not in self._entries(group, block_hash) for _, block_hash in blocks)
-            num_spare = num_new - int(self._seconds_left() / self.price.copy_seconds(group, is_load=False))
-        for block_id, block_hash in blocks:
-            if num_spare > 0 and block_hash not in self._entries(group, block_hash):
-                num_spare -= 1
-                self.num_dropped += 1
-            else:
-                self._save_one(group, block_id, block_hash)
+        num_slots = self._copies.num_slots[group]
+        self.num_dropped += max(len(blocks) - num_slots, 0)
+        blocks = blocks[-num_slots:]
+        for block_id, block_hash in reversed(blocks):
+            self._save_one(group, block_id, block_hash)
+        for _, block_hash in blocks:  # the end is dropped first
+            entries = self._entries(group, block_hash)
+            if block_hash in entries:
+                entries.move_to_end(block_hash)
 
     def _save_one(self, group: int, block_id: int, block_hash: bytes) -> None:
         entries = self._entries(group, block_hash)
         is_here = block_hash in entries
-        if is_here:
-            entries.move_to_end(block_hash)
-        else:
-            self.num_refused += not self.price.save_pays
+        self.num_refused += not (is_here or self.price.save_pays)
         if not (self.price.load_pays if is_here else self.price.save_pays):
             self._refuse(group, block_id)
             return
         self._refused[group], self._measure_at[group] = 0, MEASURE_EVERY
         if is_here:
             return
+        if not self.has_time:
+            self.num_dropped += 1
+            return
         if not self._free[group] and not self._drop(group, may_drop_preempted=entries is self._preempted[group]):
             self.num_dropped += 1
             return
         slot = self._free[group].pop()
-        self._copies.save(group, block_id, slot)
-        self._seconds -= self.price.copy_seconds(group, is_load=False)
+        self._copy(group, block_id, slot, is_load=False)
         entries[block_hash] = slot
         self.num_saved += 1
 
@@ -128,11 +126,20 @@ class HostStore:
         entries = self._entries(group, block_hash)
         if block_hash not in entries:
             return False
-        self._copies.load(group, block_id, entries[block_hash])
-        self._seconds -= self.price.copy_seconds(group, is_load=True)
+        self._copy(group, block_id, entries[block_hash], is_load=True)
         entries.move_to_end(block_hash, last=False)
         self.num_loaded += 1
         return True
+
+    @property
+    def has_time(self) -> bool:
+        """Whether a copy may begin now."""
+        return self._seconds_left() > 0
+
+    def _copy(self, group: int, block_id: int, slot: int, *, is_load: bool) -> None:
+        started = self._now()
+        (self._copies.load if is_load else self._copies.save)(group, block_id, slot)
+        self._seconds -= max(self._now() - started, self.price.copy_seconds(group, is_load=is_load))
 
     def _seconds_left(self) -> float:
         """Returns the time that copies may take now."""

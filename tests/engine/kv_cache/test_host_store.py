@@ -201,6 +201,28 @@ def content(kv, copies):
     return [copies.blocks[0, block_id] for block_id in kv.block_ids]
 
 
+def test_copies_that_are_slower_than_their_price_count_as_they_are():
+    store, clock = timed_store()
+    real = store._copies.save
+
+    def slow(*arguments):
+        clock.seconds += 4
+        real(*arguments)
+
+    store._copies.save = slow
+    store.save(0, [(number, bytes([number])) for number in range(30)])
+    assert store.num_saved == 4  # 16 seconds, of which 4 are a quarter of the time
+    assert present(store, [chr(number) for number in range(30)]) == "".join(map(chr, range(26, 30)))
+
+
+def test_a_store_smaller_than_a_prefix_has_its_beginning():
+    store, _ = make_store()
+    store.save(0, [(number, name.encode()) for number, name in enumerate("edcba")])
+    assert (present(store, "abcde"), store.num_dropped) == ("abc", 2)
+    saved(store, "x")
+    assert present(store, "abcx") == "abx"
+
+
 def test_a_match_ends_where_loading_would_take_too_long():
     pool = BlockPool(num_blocks=16, block_size=BLOCK, hash_seed=b"")
     store, clock = timed_store()
