@@ -7,6 +7,7 @@ import time
 import pytest
 
 from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.kv_cache.host_store import HostStore
 from tests.decode_node.tiny_node import generate, tiny_nodes
 from tests.support.host_prices import FixedPrice
 from tests.support.tiny_model import make_tiny_model
@@ -39,7 +40,7 @@ def make_node(model):
             node.groups._admission.observe_finished = lambda _num_generated: None
             node.groups._admission._mean_output_tokens = 1.0  # so that too many sequences are admitted
             if node.engine.pool.host is not None:
-                node.engine.pool.host.price = FixedPrice(**price)
+                node.engine.pool.use_host(HostStore(node.engine.pool.host._copies, FixedPrice(**price)))
             return node
 
         yield make_with_pool
