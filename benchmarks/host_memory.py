@@ -64,7 +64,7 @@ def run(engine: PromptEngine, sequence: EngineSequence) -> tuple[np.ndarray, flo
     """Runs steps until all tokens are computed, and returns the last logits and the seconds."""
     started, logits = time.perf_counter(), np.empty(0)
     while sequence.num_uncomputed:
-        before, plan = time.perf_counter(), engine.scheduler.plan()
+        plan = engine.scheduler.plan()
         (item,) = plan.scheduled
         kv, start = sequence.kv, sequence.num_computed
         assert kv is not None
@@ -77,7 +77,6 @@ def run(engine: PromptEngine, sequence: EngineSequence) -> tuple[np.ndarray, flo
         )
         logits = engine.forward(plan.block_copies, [rows])
         kv.advance(start + item.num_rows)
-        engine.observe_step(plan, time.perf_counter() - before)
     return logits, time.perf_counter() - started
 
 

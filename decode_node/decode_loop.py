@@ -173,7 +173,6 @@ class DecodeLoop:
         if report is None:
             return
         report.publish_blocks()
-        self._engine.observe_step(report.step.plan, report.seconds)
         for group, event in report.events():
             self._groups.report(group, event)
         fault_point("decode.before_emit")

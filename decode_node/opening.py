@@ -11,12 +11,18 @@ from outrider.session import OpenSequenceGroup
 
 
 def cached_table(
-    pool: BlockPool, opened: OpenSequenceGroup, shared_token_ids: Sequence[int], *, windows_arrive: bool = False
+    pool: BlockPool,
+    opened: OpenSequenceGroup,
+    shared_token_ids: Sequence[int],
+    *,
+    windows_arrive: bool = False,
+    may_load: bool = False,
 ) -> SequenceKV:
     """Returns a block table that holds the cached part of the tokens with which all samples begin.
 
     It is empty if prompt logprobs are requested, since the prompt must be computed for them. `windows_arrive`: see
-    SequenceKV.create; there must be a token that arrives.
+    SequenceKV.create; there must be a token that arrives. `may_load`: whether there is room, so that blocks are loaded
+    from main memory, too.
     """
     max_cached_tokens = len(shared_token_ids) - windows_arrive if opened.options.prompt_logprobs is None else 0
     return SequenceKV.create(
@@ -25,21 +31,27 @@ def cached_table(
         max_cached_tokens=max_cached_tokens,
         cache_salt=opened.options.kv_salt,
         windows_arrive=windows_arrive,
+        kept_back=0 if may_load else None,
     )
 
 
 def opening_table(
-    pool: BlockPool, opened: OpenSequenceGroup, shared_token_ids: Sequence[int], max_local_prefill_tokens: int
+    pool: BlockPool,
+    opened: OpenSequenceGroup,
+    shared_token_ids: Sequence[int],
+    max_local_prefill_tokens: int,
+    *,
+    may_load: bool = False,
 ) -> tuple[SequenceKV, bool]:
     """Returns the `cached_table` of a new group, and whether more tokens are missing than this node computes itself.
 
-    If their KV is transferred, the windows of layers that have one arrive as well.
+    If their KV is transferred, the windows of layers that have one arrive as well. `may_load`: see `cached_table`.
     """
-    kv = cached_table(pool, opened, shared_token_ids)
+    kv = cached_table(pool, opened, shared_token_ids, may_load=may_load)
     is_long = len(shared_token_ids) - kv.num_tokens > max_local_prefill_tokens
     if is_long and opened.transfer_id and kv.windows:
         kv.free()
-        kv = cached_table(pool, opened, shared_token_ids, windows_arrive=True)
+        kv = cached_table(pool, opened, shared_token_ids, windows_arrive=True, may_load=may_load)
     return kv, is_long
 
 

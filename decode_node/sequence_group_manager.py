@@ -140,7 +140,8 @@ class SequenceGroupManager:
             self._reject(command, RejectReason.NO_ADAPTER, f"the node does not have the adapter {adapter}")
             return
         shared = opened.shared_token_ids()
-        kv, is_long = opening_table(self._engine.pool, opened, shared, self._max_local_prefill_tokens)
+        limit = self._max_local_prefill_tokens
+        kv, is_long = opening_table(self._engine.pool, opened, shared, limit)
         arriving = len(shared) if is_long and opened.transfer_id else 0
         needed = self._admission.blocks_needed(
             opened,
@@ -151,6 +152,9 @@ class SequenceGroupManager:
         if self._reject_if_full(command.session_id, opened, needed):
             kv.free()
             return
+        if self._engine.pool.host is not None:
+            kv.free()
+            kv, is_long = opening_table(self._engine.pool, opened, shared, limit, may_load=True)
         self._num_arrived += 1
         lookups = self.prefix_lookups
         self.prefix_lookups = PrefixLookups(
@@ -164,7 +168,7 @@ class SequenceGroupManager:
             group.sequence_ids[start.sample] = self._groups.next_sequence_id()
             self._drafts.open(group.sequence_ids[start.sample], opened, start)
         if is_long:
-            kv.reserve(len(shared), arriving=arriving)
+            kv.reserve(len(shared), arriving=len(shared) if opened.transfer_id else 0)
             if opened.transfer_id:
                 self._reservations.add(group, opened.transfer_id)
                 return

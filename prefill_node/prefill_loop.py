@@ -142,7 +142,6 @@ class PrefillLoop:
 
     def _report_chunk(self, plan: StepPlan, seconds: float) -> None:
         """Reports a computed chunk to metrics and profiler."""
-        self._engine.observe_step(plan, seconds)
         stats = StepStats(num_rows=plan.num_rows, seconds=seconds, nanoseconds=self._time.take())
         if self._profiler.is_capturing:
             with self.progress.paused():  # starting or stopping torch's profiler takes seconds, but is not a slow step

@@ -90,7 +90,7 @@ class PrefillTask:
         if not call.may_read_held or self.sequence.scoring is not None or self.blend is not None or pool.windows:
             return False
         salt = call.options.kv_salt
-        kv = SequenceKV.create(pool, tokens, max_cached_tokens=len(tokens), cache_salt=salt)
+        kv = SequenceKV.create(pool, tokens, max_cached_tokens=len(tokens), cache_salt=salt, kept_back=0)
         if call.held_prefix_length - kv.num_tokens < MIN_READ_TOKENS or not kv.fits(len(tokens)):
             kv.free()
             return False

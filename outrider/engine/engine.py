@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.low_rank import PackedAdapter
-from outrider.engine.scheduler import Scheduler, StepPlan
+from outrider.engine.scheduler import Scheduler
 from outrider.engine.step_clock import StepClock
 from outrider.profile import Part
 from outrider.request import Adapter
@@ -43,6 +44,7 @@ class PromptEngine:
     ) -> Array:
         """Copies the shared blocks that the step writes to, then runs one forward pass.
 
+        If there is main memory for evicted blocks, it is told what computing prompts takes, unless only a device knows.
         `on_layer_done(layer)` is called for each layer in order, once its keys and values are in the cache.
 
         Returns:
@@ -52,15 +54,14 @@ class PromptEngine:
             self.kv_cache.copy_blocks(block_copies)
         batch = build_input_batch(rows, self.pool.block_size)
         self.clock.mark(Part.BATCH)
+        started = time.perf_counter()
         logits = self.runner.forward(batch, on_layer_done=on_layer_done)
+        if self.pool.host is not None and not self.runner.is_asynchronous:
+            num_prompt_rows = sum([len(each.token_ids) for each in rows if each.num_logits < len(each.token_ids)])
+            seconds = time.perf_counter() - started
+            self.pool.host.price.add_step(seconds, num_rows=batch.num_rows, num_prompt_rows=num_prompt_rows)
         self.clock.mark(Part.FORWARD)
         return logits
-
-    def observe_step(self, plan: StepPlan, seconds: float) -> None:
-        """Tells main memory for evicted blocks, if there is any, what computing prompts takes."""
-        if self.pool.host is not None:
-            num_prompt_rows = sum([item.num_rows for item in plan.scheduled if item.num_rows > 1])
-            self.pool.host.price.add_step(seconds, num_rows=plan.num_rows, num_prompt_rows=num_prompt_rows)
 
     def prepare_ahead(self, rows: Sequence[SequenceRows]) -> InputBatch:
         """Prepares the batch of a future forward pass, one row per sequence, before its token ids are known."""

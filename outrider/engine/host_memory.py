@@ -10,7 +10,7 @@ import numpy as np
 
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_copies import BlockCopies
-from outrider.engine.kv_cache.copy_price import MIN_PROMPT_ROWS, CopyPrice
+from outrider.engine.kv_cache.copy_price import CopyPrice
 from outrider.engine.kv_cache.host_store import HostStore
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.memory import free_main_memory_bytes
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 NUM_PROBES = 3
 
 
-def open_host_store(cache: KVCache, runner: ModelRunner, num_bytes: int) -> HostStore:
+def open_host_store(cache: KVCache, runner: ModelRunner, num_bytes: int, *, max_rows: int) -> HostStore:
     """Makes a store of `num_bytes` for a cache whose blocks are all free, and measures its first prices.
+
+    `max_rows`: the rows of a full step of prompts, which fit into a sequence.
 
     Raises: ConfigError if the model has linear attention, or if that much main memory is not free, besides the cache's
     own if that is in main memory.
@@ -42,26 +44,29 @@ def open_host_store(cache: KVCache, runner: ModelRunner, num_bytes: int) -> Host
             f"kv_cache.host_memory is {num_bytes:,} bytes, but only {max(free, 0):,} bytes of main memory are "
             f"free{besides}: set it lower"
         )
-    price = CopyPrice(block_size=cache.block_size, num_groups=len(cache.layer_groups))
+    price = CopyPrice(block_size=cache.block_size, num_groups=len(cache.layer_groups), max_rows=max_rows)
     if isinstance(cache, PagedKVCache) and cache.copies is not None:
         from outrider.engine.kv_cache.device_copies import DeviceBlockCopies  # imports torch
 
         copies: BlockCopies = DeviceBlockCopies(cache, num_bytes, price)
     else:
         copies = BlockCopies(cache, num_bytes, price)
-    probe(cache, runner, copies, price)
+    probe(cache, runner, copies, price, max_rows)
     return HostStore(copies, price)
 
 
-def probe(cache: KVCache, runner: ModelRunner, copies: BlockCopies, price: CopyPrice) -> None:
-    """Measures copies of a block, and a step of MIN_PROMPT_ROWS rows, a few times. It writes to the first blocks."""
-    length = min(MIN_PROMPT_ROWS, cache.num_blocks * cache.block_size)
-    blocks = array("i", range(-(-length // cache.block_size)))
-    rows = SequenceRows([0] * length, 0, blocks, num_logits=1, window_tables=[blocks] * len(cache.window_blocks))
+def probe(cache: KVCache, runner: ModelRunner, copies: BlockCopies, price: CopyPrice, num_rows: int) -> None:
+    """Measures copies of a block a few times, and a step of prompts. It writes to the first blocks."""
     for _ in range(NUM_PROBES):
         for group in range(len(cache.layer_groups)):
             copies.measure(group, 0)
+    copies.finish()
+    num_rows = min(num_rows, min([cache.num_blocks, *cache.window_blocks]) * cache.block_size)
+    blocks = array("i", range(-(-num_rows // cache.block_size)))
+    rows = SequenceRows([0] * num_rows, 0, blocks, num_logits=1, window_tables=[blocks] * len(cache.window_blocks))
+    for is_warm in (False, True):
         started = time.perf_counter()
         runner.forward(build_input_batch([rows], cache.block_size))
         cache.read(cache.planes[0].name, range(1), np.zeros(1, dtype=np.int64))  # waits until a device has computed it
-        price.add_step(time.perf_counter() - started, num_rows=length)
+        if is_warm:
+            price.add_step(time.perf_counter() - started, num_rows=num_rows, num_prompt_rows=num_rows)

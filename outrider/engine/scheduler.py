@@ -311,7 +311,7 @@ class Scheduler:
             was_refused = refused is sequence and all(map(operator.le, available, then))
             if self._running and (was_refused or not self._has_rows_for(sequence)):
                 return  # trying again would hash the whole prompt for the same result
-            kv = sequence.kv = sequence.kv or self._cached_prefix(sequence)
+            kv = sequence.kv = sequence.kv or self._cached_prefix(sequence, kept_back)
             if not kv.fits(len(sequence.token_ids), kept_back=kept_back):
                 self._refused = (sequence, available)
                 if kv.num_tokens == kv.num_cached_tokens:  # next time, another rank may have room
@@ -335,12 +335,11 @@ class Scheduler:
         ahead = [other for other in self._running if other.num_uncomputed > 1 and _running_rank(other) < rank]
         return _num_prompt_rows(ahead) < self.max_rows_per_step
 
-    def _cached_prefix(self, sequence: EngineSequence) -> SequenceKV:
+    def _cached_prefix(self, sequence: EngineSequence, kept_back: int) -> SequenceKV:
         limit = sequence.num_cacheable if sequence.scoring is None else sequence.scoring.num_done
-        max_cached_tokens = min(len(sequence.token_ids) - sequence.needs_logits, limit)
-        return SequenceKV.create(
-            self._pool, sequence.token_ids, max_cached_tokens=max_cached_tokens, cache_salt=sequence.cache_salt
-        )
+        token_ids, salt = sequence.token_ids, sequence.cache_salt
+        end = min(len(token_ids) - sequence.needs_logits, limit)
+        return SequenceKV.create(self._pool, token_ids, max_cached_tokens=end, cache_salt=salt, kept_back=kept_back)
 
     # --- rows -----------------------------------------------------------------------------
 

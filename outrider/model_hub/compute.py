@@ -73,7 +73,9 @@ class ModelRuntime:
             enable_prefix_cache=config.prefix_cache,
         )
         if config.host_bytes:
-            pool.use_host(open_host_store(cache, self.runner, config.host_bytes))
+            max_rows = min(self.max_rows_per_step, PROMPT_ROWS[device_type(self.model.device)])
+            max_rows = min(max_rows, self.model.info.max_model_len)
+            pool.use_host(open_host_store(cache, self.runner, config.host_bytes, max_rows=max_rows))
         return pool
 
     def describe(self, config: ModelConfig, *, cpu_turns: CpuTurns) -> dict[str, object]:

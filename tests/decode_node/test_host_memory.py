@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.kv_cache.host_store import HostStore
 from tests.decode_node.tiny_node import generate, tiny_nodes
 from tests.support.host_prices import FixedPrice
 from tests.support.tiny_model import make_tiny_model
@@ -37,7 +40,7 @@ def make_node(model):
             node.groups._admission.observe_finished = lambda _num_generated: None
             node.groups._admission._mean_output_tokens = 1.0  # so that too many sequences are admitted
             if node.engine.pool.host is not None:
-                node.engine.pool.host.price = FixedPrice(**price)
+                node.engine.pool.use_host(HostStore(node.engine.pool.host._copies, FixedPrice(**price)))
             return node
 
         yield make_with_pool
@@ -111,3 +114,40 @@ def test_prices_are_measured_at_start(model):
     with tiny_nodes() as make:
         node = make(model, kv_cache=KVCacheConfig(num_blocks=ROOMY, host_memory="4MiB"))
         assert "inf" not in str(node.engine.pool.host.price)
+
+
+def test_only_forwards_are_timed_and_only_those_of_prompts(make_node):
+    node = make_node(ROOMY, "4MiB")
+    price = node.engine.pool.host.price
+    added, in_forward, forward = [], [], node.engine.runner.forward
+
+    def timed_forward(*arguments, **options):
+        started = time.perf_counter()
+        try:
+            return forward(*arguments, **options)
+        finally:
+            in_forward.append(time.perf_counter() - started)
+
+    price.add_step = lambda seconds, **rows: added.append((seconds, *rows.values()))
+    node.engine.runner.forward = timed_forward
+    generate(node, prompt=PROMPTS[0], sampling={"max_tokens": 3})
+    assert [rows for _, *rows in added] == [[len(PROMPTS[0]), len(PROMPTS[0])], [1, 0], [1, 0]]
+    assert all(0 < seconds - inner < 0.5 for (seconds, *_), inner in zip(added, in_forward, strict=True))
+
+
+def test_a_group_that_is_rejected_loads_nothing(make_node):
+    node = make_node(TIGHT, "4MiB")
+    for prompt in PROMPTS:
+        generate(node, prompt=prompt, sampling={"max_tokens": 1})
+    pool, store = node.engine.pool, node.engine.pool.host
+    for _ in range(2):
+        for each in (pool, *pool.windows):
+            each.release(each.allocate(each.num_free_blocks))
+    node.groups._reject_if_full = lambda *_: True
+    node.open(prompt=PROMPTS[0], sampling={"max_tokens": 1})
+    node.iterate()
+    assert store.num_loaded == 0
+    del node.groups._reject_if_full
+    node.open(prompt=PROMPTS[0], sampling={"max_tokens": 1})
+    node.run()
+    assert store.num_loaded > 0

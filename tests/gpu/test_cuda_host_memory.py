@@ -19,7 +19,7 @@ BLOCK, NUM_BLOCKS, NUM_SLOTS = 16, 32, 40
 def test_blocks_keep_what_was_queued_before_and_after():
     cache = PagedKVCache(PLANES, num_blocks=NUM_BLOCKS, block_size=BLOCK, device="cuda:0")
     block_bytes = BLOCK * sum(plane.bytes_per_token for plane in PLANES)
-    price = CopyPrice(block_size=BLOCK, num_groups=1)
+    price = CopyPrice(block_size=BLOCK, num_groups=1, max_rows=64)
     copies = DeviceBlockCopies(cache, (NUM_SLOTS + 1) * block_bytes, price)
     square = torch.randn((4096, 4096), device="cuda:0")
     tensors = [layer for plane in PLANES for layer in cache.layers(plane.name)]
@@ -38,4 +38,5 @@ def test_blocks_keep_what_was_queued_before_and_after():
         if number % 10 == 0:
             assert all(bool((each == number).all()) for each in found)
     copies.measure(0, 0)
+    copies.finish()
     assert "inf" not in str(price).partition(", compute")[0]

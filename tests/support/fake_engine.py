@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from outrider.engine.engine import PromptEngine
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.pending import Pending
@@ -254,8 +253,6 @@ class ScriptedEngine:
         logits = self.runner.forward(rows, **options)
         self.clock.mark(Part.FORWARD)
         return logits
-
-    observe_step = PromptEngine.observe_step
 
     def prepare_ahead(self, rows: Sequence[ScriptedRows]) -> list[ScriptedRows]:
         return [

@@ -11,6 +11,9 @@ from outrider.engine.kv_cache.host_store import HostStore
 from outrider.engine.kv_cache.planes import KEPT_TOKENS, STATE_WINDOW, LayerGroup, first_kept_token
 from outrider.errors import CapacityError
 
+TO_LOAD = -1
+"""Stands for the number of a block that is in main memory."""
+
 
 class NoFreeBlocksError(CapacityError):
     """Raised if an allocation needs more blocks than are free. The pool is then unchanged."""
@@ -33,7 +36,8 @@ class BlockPool:
     A pool has the blocks of one group of layers (see `LayerGroup`). The pool of the layers without a window also has
     those of the others, `windows`, of which the last one may be a StatePool.
 
-    With a `host` store (see `use_host`), evicted blocks may move to main memory, and come back by a prefix match.
+    With a `host` store (see `use_host`), evicted blocks may move to main memory, and come back by a prefix match that
+    may load them.
     """
 
     def __init__(
@@ -117,7 +121,11 @@ class BlockPool:
             raise NoFreeBlocksError(
                 f"{num_blocks} KV blocks are needed, but only {self.num_free_blocks} of {self.num_blocks} are free"
             )
-        return [self._take_one() for _ in range(num_blocks)]
+        evicted: list[tuple[int, bytes]] = []
+        taken = [self._take_one(evicted) for _ in range(num_blocks)]
+        if evicted and self.host is not None:
+            self.host.save(self._group, evicted)
+        return taken
 
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Adds a reference to each of these used blocks."""
@@ -153,10 +161,12 @@ class BlockPool:
         return BlockHashes(hash_seed=self._hash_seed, block_size=self.block_size, cache_salt=cache_salt)
 
     def match_prefix(
-        self, token_ids: Sequence[int], *, max_tokens: int, hashes: BlockHashes | None = None
+        self, token_ids: Sequence[int], *, max_tokens: int, hashes: BlockHashes | None = None, may_load: bool = False
     ) -> list[int]:
         """Returns the cached blocks of the longest prefix of `token_ids` with at most `max_tokens` tokens, and adds a
         reference to each.
+
+        `may_load`: TO_LOAD stands for blocks that main memory has, as many as may be loaded now; see `load`.
 
         `hashes`, which must be empty, receives the hashes of the returned blocks.
         """
@@ -165,22 +175,40 @@ class BlockPool:
         chain = self.new_hashes() if hashes is None else hashes
         assert len(chain) == 0
         matched: list[int] = []
+        max_loads = self.host.max_loads() if may_load and self.host is not None else 0
         for _ in range(min(max_tokens, len(token_ids)) // self.block_size):
             block_hash = chain.append(token_ids)
             block_id = self._block_of.get(block_hash)
             if block_id is not None:
                 self._take_published(block_id)
-            elif self.num_blocks_for(len(token_ids)) - len(matched) <= self.num_free_blocks:  # else it cannot run yet
-                block_id = self._load(block_hash)
-            if block_id is None:
+            elif max_loads and self.has(block_hash):
+                block_id = TO_LOAD
+                max_loads -= 1
+            else:
                 chain.truncate(len(matched))
                 break
             matched.append(block_id)
         return matched
 
-    def is_published(self, block_hash: bytes) -> bool:
-        """Returns whether the prefix cache has the block with this content."""
-        return block_hash in self._block_of
+    def load(self, block_ids: list[int], hashes: BlockHashes) -> int:
+        """Loads what `match_prefix` found in main memory. Returns the number of leading blocks that are in the pool
+        now. These are used and published, and the others remain TO_LOAD or used.
+        """
+        for index, block_id in enumerate(block_ids):
+            if block_id == TO_LOAD:
+                if self.host is None or not self.host.has_time:
+                    return index
+                loaded = self._load(hashes[index : index + 1][0])
+                if loaded is None:
+                    return index
+                block_ids[index] = loaded
+        return len(block_ids)
+
+    def has(self, block_hash: bytes, *, may_load: bool = True) -> bool:
+        """Returns whether the prefix cache, or with `may_load` main memory, has the block with this content."""
+        if block_hash in self._block_of:
+            return True
+        return may_load and self.host is not None and self.host.has(self._group, block_hash)
 
     def register(self, block_id: int, block_hash: bytes) -> None:
         """Publishes a used block under its content hash. If the hash is already published, the first block keeps it."""
@@ -200,20 +228,21 @@ class BlockPool:
             del self._evictable[block_id]
         self._ref_counts[block_id] += 1
 
-    def _take_one(self) -> int:
+    def _take_one(self, evicted: list[tuple[int, bytes]]) -> int:
+        """Takes a free block, or an evictable one, which it adds to `evicted` with its hash."""
         if self._free:
             block_id = self._free.pop()
         else:
             block_id, _ = self._evictable.popitem(last=False)
-            if self.host is not None and (block_hash := self._hash_of[block_id]) is not None:
-                self.host.save(self._group, block_id, block_hash)
+            if (block_hash := self._hash_of[block_id]) is not None:
+                evicted.append((block_id, block_hash))
             self._forget_hash(block_id)
         self._ref_counts[block_id] = 1
         return block_id
 
     def _load(self, block_hash: bytes) -> int | None:
         """Loads a block from main memory. It is used and published afterwards. Returns None if it cannot be loaded."""
-        if self.host is None or not self.host.has(self._group, block_hash):
+        if self.host is None or not self.num_free_blocks or not self.host.has(self._group, block_hash):
             return None
         (block_id,) = self.allocate(1)
         if not self.host.load(self._group, block_id, block_hash):
@@ -272,13 +301,9 @@ class CountedPool(BlockPool):
         super().release(block_ids)
         self._num_references -= len(block_ids)
 
-    def has(self, block_hash: bytes) -> bool:
-        """Returns whether the prefix cache has the block with this content, or main memory has it."""
-        return block_hash in self._block_of or (self.host is not None and self.host.has(self._group, block_hash))
-
     def take(self, block_hashes: Sequence[bytes]) -> list[int] | None:
         """Returns the blocks with these hashes, each with a reference more. Returns None, with nothing taken, if one
-        cannot be loaded from main memory. There must be as many free blocks.
+        must be loaded from main memory and cannot be. There must be as many free blocks.
         """
         block_ids = [self._block_of.get(block_hash) for block_hash in block_hashes]
         for block_id in block_ids:  # first, since loading may evict blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -11,13 +12,17 @@ from outrider.engine.kv_cache.block_copies import BlockCopies
 from outrider.engine.kv_cache.copy_price import CopyPrice
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 
+NUM_STAGED = 8
+"""Blocks on their way at the same time, in GPU memory that is allocated at start."""
+
 
 class DeviceBlockCopies(BlockCopies):
-    """Does what BlockCopies does, for a GPU. The host never waits.
+    """Does what BlockCopies does, for a GPU. The host never waits, except in `finish`.
 
     Copies run on a stream of their own, so that blocks leave and arrive while the device computes. On the stream of
-    forwards, a block is gathered before later work overwrites it, and scattered before later work reads it. Main memory
-    is used on the copy stream only, in the order of calls.
+    forwards, a block is gathered before later work overwrites it, and scattered before later work reads it. In between
+    it is in one of NUM_STAGED parts of GPU memory, for which the device waits if all are in use. Main memory is used on
+    the copy stream only, in the order of calls.
     """
 
     def __init__(self, cache: PagedKVCache, num_bytes: int, price: CopyPrice) -> None:
@@ -27,44 +32,61 @@ class DeviceBlockCopies(BlockCopies):
         self._stream = torch.cuda.Stream(self._device)
         self._forwards = torch.cuda.default_stream(self._device)
         self._pending: deque[tuple[int, bool, torch.cuda.Event, torch.cuda.Event]] = deque()  # copies and their timers
+        # Blocks in flight by plane, each with an event after the last use.
+        self._staged = cycle(
+            [
+                (
+                    {
+                        name: torch.empty_like(self._view(name, 0), memory_format=torch.contiguous_format)
+                        for name in self.rows
+                    },
+                    torch.cuda.Event(),
+                )
+                for _ in range(NUM_STAGED)
+            ]
+        )
         driver: Any = torch.cuda.cudart()
         for rows in self.rows.values():
             torch.cuda.check_error(int(driver.cudaHostRegister(rows.ctypes.data, rows.nbytes, 0)))
 
     def save(self, group: int, block_id: int, slot: int) -> None:
-        taken = {
-            name: self._block(name, block_id).clone(memory_format=torch.contiguous_format)
-            for name in self._planes[group]
-        }
+        staged, used = next(self._staged)
+        self._forwards.wait_event(used)
+        for name in self._planes[group]:
+            staged[name].copy_(self._view(name, block_id))
         self._stream.wait_stream(self._forwards)
         with torch.cuda.stream(self._stream):
             started = self._timer()
-            for name, part in taken.items():
-                row = torch.from_numpy(self.rows[name][slot])
-                row.copy_(part.view(-1).view(torch.uint8), non_blocking=True)
-                part.record_stream(self._stream)
+            for name in self._planes[group]:
+                self._row(name, slot).copy_(staged[name].view(-1).view(torch.uint8), non_blocking=True)
             self._pending.append((group, False, started, self._timer()))
+        used.record(self._stream)
         self._collect_times()
 
     def load(self, group: int, block_id: int, slot: int) -> None:
-        arrived = {}
+        staged, used = next(self._staged)
+        self._stream.wait_event(used)
         with torch.cuda.stream(self._stream):
             started = self._timer()
             for name in self._planes[group]:
-                arrived[name] = torch.from_numpy(self.rows[name][slot]).to(self._device, non_blocking=True)
+                staged[name].view(-1).view(torch.uint8).copy_(self._row(name, slot), non_blocking=True)
             self._pending.append((group, True, started, self._timer()))
         self._forwards.wait_stream(self._stream)
-        for name, part in arrived.items():
-            block = self._block(name, block_id)
-            block.copy_(part.view(block.dtype).view(block.shape))
-            part.record_stream(self._forwards)
+        for name in self._planes[group]:
+            self._view(name, block_id).copy_(staged[name])
+        used.record(self._forwards)
         self._collect_times()
 
-    def measure(self, group: int, block_id: int) -> None:
-        """Does what BlockCopies.measure does. The host waits for the copies, so that their times count at once."""
-        super().measure(group, block_id)
+    def finish(self) -> None:
         self._stream.synchronize()
         self._collect_times()
+
+    def _view(self, name: str, block_id: int) -> torch.Tensor:
+        block: torch.Tensor = self._block(name, block_id)
+        return block
+
+    def _row(self, name: str, slot: int) -> torch.Tensor:
+        return torch.from_numpy(self.rows[name][slot])
 
     def _timer(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

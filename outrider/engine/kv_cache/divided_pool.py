@@ -53,7 +53,7 @@ class DividedPool(BlockPool):
             if not having:
                 break
             block_hash = chain.append(token_ids)
-            having = tuple(part for part in having if part.is_published(block_hash))
+            having = tuple(part for part in having if part.has(block_hash))
             for part in having:
                 num_found[part] += 1
         needed = self.num_blocks_for(len(token_ids))

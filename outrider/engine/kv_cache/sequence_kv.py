@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from outrider.engine.kv_cache.block_hashes import BlockHashes
-from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError, StatePool, WindowPool
+from outrider.engine.kv_cache.block_pool import TO_LOAD, BlockPool, NoFreeBlocksError, StatePool, WindowPool
 from outrider.engine.kv_cache.state_table import StateSteps, StateTable
 from outrider.engine.kv_cache.window_table import WindowTable
 
@@ -69,19 +69,48 @@ class SequenceKV:
         max_cached_tokens: int,
         cache_salt: bytes = b"",
         windows_arrive: bool = False,
+        kept_back: int | None = None,
     ) -> SequenceKV:
         """Makes a table that holds the cached prefix of `token_ids`, at most `max_cached_tokens` tokens.
 
         `windows_arrive`: whether all that later rows see through sliding windows arrives from elsewhere, so that it
         need not be in the cache. No row may be computed before it has arrived.
+
+        `kept_back`: if the sequence fits and leaves that many blocks free, more is loaded from main memory. None: the
+        pool's blocks only, as long as it is not known whether the sequence is admitted.
         """
         pool = pool.part_for(token_ids, max_tokens=max_cached_tokens, cache_salt=cache_salt)
+        options: Any = {"max_tokens": max_cached_tokens, "cache_salt": cache_salt, "windows_arrive": windows_arrive}
+        kv = cls._matched(pool, token_ids, may_load=False, **options)
+        if pool.host is not None and kept_back is not None and kv.fits(len(token_ids), kept_back=kept_back):
+            other = cls._matched(pool, token_ids, may_load=True, **options)
+            if other.num_tokens > kv.num_tokens:
+                kv, other = other, kv
+            other.free()
+        return kv
+
+    @classmethod
+    def _matched(
+        cls,
+        pool: BlockPool,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        cache_salt: bytes,
+        windows_arrive: bool,
+        may_load: bool,
+    ) -> SequenceKV:
         kv = cls(pool, cache_salt=cache_salt)
         if kv.state is not None:  # a row must be computed that needs the state of `last_border`
-            max_cached_tokens = min(max_cached_tokens, len(token_ids) - 1)
-        kv.block_ids = pool.match_prefix(token_ids, max_tokens=max_cached_tokens, hashes=kv._hashes)
-        if kv.windows and kv.block_ids and not windows_arrive:
-            kv._match_windows()
+            max_tokens = min(max_tokens, len(token_ids) - 1)
+        kv.block_ids = pool.match_prefix(token_ids, max_tokens=max_tokens, hashes=kv._hashes, may_load=may_load)
+        uses_windows = kv.windows and kv.block_ids and not windows_arrive
+        if may_load:
+            if uses_windows:  # first, so that nothing is loaded in vain
+                kv._shorten(_longest_match(kv.windows, kv._hashes, may_load=True))
+            kv._shorten(pool.load(kv.block_ids, kv._hashes))
+        if uses_windows:
+            kv._match_windows(may_load=may_load)
         kv.num_tokens = kv.num_cached_tokens = len(kv.block_ids) * pool.block_size
         return kv
 
@@ -324,14 +353,18 @@ class SequenceKV:
             self._pool.host.keep(key, self._hashes[:])
         self.free()
 
-    def _match_windows(self) -> None:
+    def _match_windows(self, *, may_load: bool) -> None:
         """Shortens the prefix taken from the cache to what the tables of sliding windows can take, too."""
-        num_blocks = _longest_match(self.windows, self._hashes)
+        num_blocks = _longest_match(self.windows, self._hashes, may_load=may_load)
         if not all(table.match(self._hashes, num_blocks) for table in self.windows):
             num_blocks = 0
             for table in self.windows:
                 table.free()
-        self._pool.release(reversed(self.block_ids[num_blocks:]))
+        self._shorten(num_blocks)
+
+    def _shorten(self, num_blocks: int) -> None:
+        """Gives back what the prefix cache has of the blocks after the first `num_blocks` of a new table."""
+        self._pool.release([each for each in reversed(self.block_ids[num_blocks:]) if each != TO_LOAD])
         del self.block_ids[num_blocks:]
         self._hashes.truncate(num_blocks)
 
@@ -345,9 +378,9 @@ def _table_of(pool: WindowPool | StatePool) -> GroupTable:
     return StateTable(pool) if isinstance(pool, StatePool) else WindowTable(pool)
 
 
-def _longest_match(tables: Sequence[GroupTable], hashes: BlockHashes) -> int:
-    """Returns the largest number of leading blocks that every table can take from the prefix cache."""
+def _longest_match(tables: Sequence[GroupTable], hashes: BlockHashes, *, may_load: bool) -> int:
+    """Returns the largest number of leading blocks that every table can take, see WindowTable.longest_match."""
     num_blocks = len(hashes)
-    while (shorter := min(table.longest_match(hashes, num_blocks) for table in tables)) < num_blocks:
+    while (shorter := min(table.longest_match(hashes, num_blocks, may_load=may_load) for table in tables)) < num_blocks:
         num_blocks = shorter
     return num_blocks

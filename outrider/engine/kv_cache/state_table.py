@@ -118,8 +118,10 @@ class StateTable:
             if not offset and index <= len(hashes):
                 self.pool.register(slot, *hashes[index - 1 : index])
 
-    def longest_match(self, hashes: BlockHashes, max_blocks: int) -> int:
-        """Returns the largest number of leading blocks, at most `max_blocks`, at whose end the cache has a state."""
+    def longest_match(self, hashes: BlockHashes, max_blocks: int, *, may_load: bool) -> int:
+        """Returns the largest number of leading blocks, at most `max_blocks`, at whose end the cache has a state.
+        States are never in main memory, whatever `may_load` is.
+        """
         are_there = map(self.pool.has, reversed(hashes[:max_blocks]))
         return max_blocks - next((num for num, is_there in enumerate(are_there) if is_there), max_blocks)
 

@@ -113,13 +113,13 @@ class WindowTable:
         if max(self.first * self._block_size, self._first_token) <= index * self._block_size:
             self.pool.register(self.block_ids[index], block_hash)
 
-    def longest_match(self, hashes: BlockHashes, max_blocks: int) -> int:
+    def longest_match(self, hashes: BlockHashes, max_blocks: int, *, may_load: bool) -> int:
         """Returns the largest number of leading blocks, at most `max_blocks`, for which the prefix cache has the blocks
-        that a sequence keeps.
+        that a sequence keeps. With `may_load`, main memory may have them.
         """
         longest = num_present = 0
         for num_blocks, block_hash in enumerate(hashes[:max_blocks], start=1):
-            num_present = num_present + 1 if self.pool.has(block_hash) else 0
+            num_present = num_present + 1 if self.pool.has(block_hash, may_load=may_load) else 0
             if num_present >= num_blocks - self.pool.first_kept(num_blocks * self._block_size):
                 longest = num_blocks
         return longest

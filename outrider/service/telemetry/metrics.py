@@ -45,7 +45,7 @@ OTHER_ADAPTERS = "other"
 HOST_COUNTERS = {
     "num_saved": ("saved", "KV blocks saved to main memory when they were evicted."),
     "num_loaded": ("loaded", "KV blocks loaded from main memory instead of being computed."),
-    "num_dropped": ("dropped", "KV blocks that main memory had no room for."),
+    "num_dropped": ("dropped", "KV blocks for which main memory had no room, or copying no time."),
     "num_refused": ("refused", "KV blocks not saved, because computing them is measured to be faster."),
 }
 """For each figure of a HostStore, the end of its counter's name and its meaning."""

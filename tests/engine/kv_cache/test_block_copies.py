@@ -61,7 +61,7 @@ def assert_holds(cache, content):
 
 
 def price():
-    return CopyPrice(block_size=BLOCK, num_groups=2)
+    return CopyPrice(block_size=BLOCK, num_groups=2, max_rows=64)
 
 
 def test_blocks_come_back_in_all_planes_of_their_group(cache):
@@ -104,7 +104,7 @@ def test_memory_that_is_not_free_is_refused(cache, monkeypatch):
     cache_bytes = BLOCK * (NUM_BLOCKS * (2 * 2 * 64 + 48) + NUM_WINDOW_BLOCKS * 128)
     monkeypatch.setattr(host_memory, "free_main_memory_bytes", lambda: cache_bytes + 29_999)
     with pytest.raises(ConfigError, match=r"host_memory is 30,000 bytes, but only 29,999 bytes .* besides"):
-        open_host_store(cache, None, 30_000)
+        open_host_store(cache, None, 30_000, max_rows=64)
 
 
 @pytest.mark.parametrize(("text", "num_bytes"), [("0", 0), ("8GiB", 8 << 30), ("1.5 MiB", 3 << 19), ("7", 7)])

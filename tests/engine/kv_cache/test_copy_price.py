@@ -2,17 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engine.kv_cache.copy_price import MIN_PROMPT_ROWS, NUM_TIMES, CopyPrice
+from outrider.engine.kv_cache.copy_price import NUM_TIMES, CopyPrice
 
-BLOCK = 16
+BLOCK, MAX_ROWS = 16, 64
 
 
 def priced(*, save, load, compute):
     """Returns a price with these milliseconds per block."""
-    price = CopyPrice(block_size=BLOCK, num_groups=1)
+    price = CopyPrice(block_size=BLOCK, num_groups=1, max_rows=MAX_ROWS)
     price.add_copy(0, save / 1e3, is_load=False)
     price.add_copy(0, load / 1e3, is_load=True)
-    price.add_step(compute / 1e3 * 10, num_rows=10 * BLOCK)
+    price.add_step(compute / 1e3 * 10, num_rows=10 * BLOCK, num_prompt_rows=10 * BLOCK)
     return price
 
 
@@ -32,10 +32,10 @@ def test_a_copy_pays_if_it_is_faster_than_computing(save, load, compute, load_pa
 
 
 def test_nothing_pays_before_all_is_measured():
-    price = CopyPrice(block_size=BLOCK, num_groups=1)
+    price = CopyPrice(block_size=BLOCK, num_groups=1, max_rows=MAX_ROWS)
     assert not (price.load_pays)
     assert not (price.save_pays)
-    price.add_step(1.0, num_rows=BLOCK)
+    price.add_step(1.0, num_rows=BLOCK, num_prompt_rows=MAX_ROWS)
     assert not (price.load_pays)
     assert not (price.save_pays)
     price.add_copy(0, 0.1, is_load=True)
@@ -44,8 +44,8 @@ def test_nothing_pays_before_all_is_measured():
 
 
 def test_blocks_of_all_groups_are_needed():
-    price = CopyPrice(block_size=BLOCK, num_groups=2)
-    price.add_step(1.0, num_rows=BLOCK)
+    price = CopyPrice(block_size=BLOCK, num_groups=2, max_rows=MAX_ROWS)
+    price.add_step(1.0, num_rows=BLOCK, num_prompt_rows=MAX_ROWS)
     for group in range(2):
         assert not price.load_pays
         for is_load in (True, False):
@@ -67,5 +67,13 @@ def test_the_price_follows_the_last_times_and_ignores_single_slow_ones():
 def test_small_steps_say_nothing_about_prompts():
     price = priced(save=1.0, load=1.0, compute=1.5)
     for _ in range(NUM_TIMES):
-        price.add_step(1.0, num_rows=MIN_PROMPT_ROWS, num_prompt_rows=MIN_PROMPT_ROWS - 1)
+        price.add_step(1.0, num_rows=MAX_ROWS, num_prompt_rows=MAX_ROWS // 2 - 1)
     assert not price.save_pays
+    price.add_step(1.0, num_rows=MAX_ROWS, num_prompt_rows=MAX_ROWS // 2)
+    assert price.save_pays
+
+
+def test_nodes_of_small_steps_learn_from_them():
+    price = CopyPrice(block_size=BLOCK, num_groups=1, max_rows=16)
+    price.add_step(1.0, num_rows=16, num_prompt_rows=8)
+    assert price.step_seconds == 1.0

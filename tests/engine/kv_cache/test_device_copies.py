@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.engine.kv_cache.copy_price import CopyPrice
-from outrider.engine.kv_cache.device_copies import DeviceBlockCopies
+from outrider.engine.kv_cache.device_copies import NUM_STAGED, DeviceBlockCopies
 from outrider.engine.kv_cache.planes import LayerGroup, PlaneSpec
 
 PLANES = (PlaneSpec("k", 2, 1, 4, "bfloat16"), PlaneSpec("feature-x", 1, 1, 4, "bfloat16"))
@@ -22,22 +22,28 @@ class Stream:
     def wait_stream(self, other):
         self.log.append(f"{self.name} waits for {other.name}")
 
+    def wait_event(self, event):
+        if event.place:
+            self.log.append(f"{self.name} waits for {event.place}")
+
     def synchronize(self):
         self.log.append(f"host waits for {self.name}")
 
 
 class Event:
-    """A timer whose work has ended. Each lasts until a millisecond after the one before."""
+    """An event whose work has ended. Each timer lasts until a millisecond after the one before."""
 
     num_made = 0
 
-    def __init__(self, *, enable_timing):
-        assert enable_timing
-        Event.num_made += 1
+    def __init__(self, *, enable_timing=False):
+        self.is_timer, self.place = enable_timing, ""
+        Event.num_made += enable_timing
         self.number = Event.num_made
 
     def record(self, stream):
-        assert stream.name == "copies"
+        assert not self.is_timer or stream.name == "copies"
+        stream.log.extend([] if self.is_timer else [f"used on {stream.name}"])
+        self.place = f"use on {stream.name}"
 
     def query(self):
         return True
@@ -65,7 +71,6 @@ def log(monkeypatch):
             log.append("end")
 
     monkeypatch.setattr(torch.cuda, "stream", InStream)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _tensor, stream: log.append(f"kept for {stream.name}"))
     register = SimpleNamespace(cudaHostRegister=lambda _address, num_bytes, _flags: log.append(num_bytes) or 0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: register)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None if code == 0 else pytest.fail("not registered"))
@@ -88,7 +93,7 @@ def cache():
 
 
 def test_blocks_come_back_in_all_planes_and_layers(log, cache):
-    copies = DeviceBlockCopies(cache, 1000, CopyPrice(block_size=BLOCK, num_groups=1))
+    copies = DeviceBlockCopies(cache, 1000, CopyPrice(block_size=BLOCK, num_groups=1, max_rows=64))
     assert log == [rows.nbytes for rows in copies.rows.values()]
     before = {name: tensor.clone() for name, tensor in cache.tensors.items()}
     copies.save(0, 1, 0)
@@ -106,21 +111,25 @@ def test_blocks_come_back_in_all_planes_and_layers(log, cache):
 
 
 def test_a_block_leaves_after_what_wrote_it_and_arrives_before_what_reads_it(log, cache):
-    copies = DeviceBlockCopies(cache, 1000, CopyPrice(block_size=BLOCK, num_groups=1))
+    copies = DeviceBlockCopies(cache, 1000, CopyPrice(block_size=BLOCK, num_groups=1, max_rows=64))
     log.clear()
     copies.save(0, 1, 0)
-    assert log == ["copies waits for forwards", "on copies:", *["kept for copies"] * 2, "end"]
+    assert log == ["copies waits for forwards", "on copies:", "end", "used on copies"]
     log.clear()
     copies.load(0, 1, 0)
-    assert log == ["on copies:", "end", "forwards waits for copies", *["kept for forwards"] * 2]
+    assert log == ["on copies:", "end", "forwards waits for copies", "used on forwards"]
 
 
 def test_work_that_is_queued_later_does_not_change_what_was_saved(log, cache, monkeypatch):
     """The gathered values are copies, also of a plane of one layer, whose blocks are contiguous."""
-    copies = DeviceBlockCopies(cache, 1000, CopyPrice(block_size=BLOCK, num_groups=1))
+    copies = DeviceBlockCopies(cache, 1000, CopyPrice(block_size=BLOCK, num_groups=1, max_rows=64))
     late = []
     real = torch.Tensor.copy_
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **options: late.append((args, options)) or args[0])
+
+    def later(*args, **options):
+        return late.append((args, options)) if options else real(*args)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", later)
     copies.save(0, 1, 0)
     monkeypatch.setattr(torch.Tensor, "copy_", real)
     before = {name: tensor.clone() for name, tensor in cache.tensors.items()}
@@ -135,8 +144,29 @@ def test_work_that_is_queued_later_does_not_change_what_was_saved(log, cache, mo
 
 
 def test_copies_are_timed_by_the_device(log, cache):
-    price = CopyPrice(block_size=BLOCK, num_groups=1)
+    price = CopyPrice(block_size=BLOCK, num_groups=1, max_rows=64)
     copies = DeviceBlockCopies(cache, 1000, price)
     copies.measure(0, 0)
+    assert "host waits for copies" not in log  # a price may be measured while forwards are queued
+    copies.finish()
     assert str(price) == "save 1.000 ms, load 1.000 ms, compute inf ms"
     assert log[-1] == "host waits for copies"
+
+
+def test_gpu_memory_for_copies_is_bounded(log, cache, monkeypatch):
+    """However many copies wait behind a forward: the device waits until a part of it has been used."""
+    copies = DeviceBlockCopies(cache, 10_000, CopyPrice(block_size=BLOCK, num_groups=1, max_rows=64))
+    for name in ("clone", "to"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_args, **_options: pytest.fail("allocates"))
+    for slot in range(NUM_STAGED):
+        copies.save(0, 1, slot)
+    log.clear()
+    copies.load(0, 1, 0)
+    copies.save(0, 1, 0)
+    assert log[0] == "copies waits for use on copies"
+    assert "forwards waits for use on copies" in log
+    for _ in range(NUM_STAGED - 2):
+        copies.load(0, 1, 0)
+    log.clear()
+    copies.load(0, 1, 0)
+    assert log[0] == "copies waits for use on forwards"

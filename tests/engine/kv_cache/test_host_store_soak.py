@@ -36,7 +36,7 @@ class Soak:
     def start(self, token_ids):
         if self.pool.num_blocks_for(len(token_ids)) > self.pool.num_free_blocks:
             return False
-        kv = SequenceKV.create(self.pool, token_ids, max_cached_tokens=len(token_ids) - 1)
+        kv = SequenceKV.create(self.pool, token_ids, max_cached_tokens=len(token_ids) - 1, kept_back=0)
         if not kv.fits(len(token_ids)):
             kv.free()
             return False
