@@ -303,14 +303,14 @@ class Scheduler:
         """
         while self._waiting and len(self._running) < self._max_running:
             sequence = self._waiting[0]
-            kept_back = self._reserve_blocks * len(self._running)  # blocks for the growth of running sequences
-            available = tuple(free - kept_back for free in self._pool.free_by_group)
+            available = (*self._pool.free_by_group, -len(self._running))
             refused, then = self._refused or (None, ())
             was_refused = refused is sequence and all(map(operator.le, available, then))
             if self._running and (was_refused or not self._has_rows_for(sequence)):
                 return  # trying again would hash the whole prompt for the same result
             kv = sequence.kv = sequence.kv or self._cached_prefix(sequence)
-            if not kv.fits(len(sequence.token_ids), kept_back=kept_back):
+            num_growing = sum(kv.shares_pool(other.kv) for other in self._running)
+            if not kv.fits(len(sequence.token_ids), kept_back=self._reserve_blocks * num_growing):
                 self._refused = (sequence, available)
                 if kv.num_tokens == kv.num_cached_tokens:  # next time, another rank may have room
                     kv.free()

@@ -178,9 +178,10 @@ class BlockPool:
             matched.append(block_id)
         return matched
 
-    def is_published(self, block_hash: bytes) -> bool:
-        """Returns whether the prefix cache has the block with this content."""
-        return block_hash in self._block_of
+    def num_references(self, block_hash: bytes) -> int:
+        """Returns the reference count of the published block with this content; -1: there is none."""
+        block_id = self._block_of.get(block_hash)
+        return -1 if block_id is None else self._ref_counts[block_id]
 
     def register(self, block_id: int, block_hash: bytes) -> None:
         """Publishes a used block under its content hash. If the hash is already published, the first block keeps it."""
