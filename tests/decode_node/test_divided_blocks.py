@@ -56,6 +56,9 @@ def test_a_report_shows_room_only_if_one_rank_has_it(node):
     node.iterate()
     (rejected,) = node.find(Rejected, refused)
     assert rejected.kv_blocks_needed > pool.num_free_in_scarcest
+    for part, blocks in zip(pool.parts, held, strict=True):
+        part.release([blocks.pop() for _ in range(4)])
+    assert rejected.kv_blocks_needed > pool.num_free_in_scarcest, "there are 32 free blocks, but 16 in each rank"
     pool.parts[1].release(held.pop())
     assert rejected.kv_blocks_needed <= pool.num_free_in_scarcest
     again = node.open(prompt=prompt(0, 80))
@@ -67,6 +70,7 @@ def test_what_runs_on_one_rank_takes_no_room_from_another(node):
     node.groups._admission._mean_output_tokens = 100.0
     first = node.open(prompt=prompt(0, 24), sampling=LONG)
     node.iterate()
+    node.engine.pool.parts[0].allocate(20)
     second = node.open(prompt=prompt(30, 24), sampling=LONG)
     node.iterate()
     assert ranks_of(node, first, second) == [{0}, {1}]
