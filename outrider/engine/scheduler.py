@@ -141,7 +141,7 @@ class Scheduler:
         self._running: list[EngineSequence] = []  # sorted by _running_rank
         self._waiting: list[EngineSequence] = []  # sorted by _waiting_rank
         self._first_row = 0  # index where the round-robin assignment of single rows begins
-        self._refused: tuple[EngineSequence, tuple[int, ...]] | None = None  # queue's head, blocks available by group
+        self._refused: tuple[EngineSequence, tuple[int, ...]] | None = None  # queue's head, free blocks, -num_running
 
     @property
     def running(self) -> Sequence[EngineSequence]:

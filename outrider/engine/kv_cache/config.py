@@ -35,7 +35,7 @@ class KVCacheConfig:
         "0",
         help="Size of the main memory, for example 8GiB, to which a prefill or decode node moves evicted blocks of "
         "preempted sequences and of prefixes, if loading them is measured to be faster than computing them again. "
-        "0: none.",
+        "Not with model.expert_parallel_size. 0: none.",
     )
     num_blocks: int | None = fixed(None)  # overrides `memory`
     block_size: int = fixed(16)  # tokens; small, to waste few slots at a sequence's end and share short prefixes
