@@ -9,6 +9,7 @@ from typing import Any
 
 from decode_node.groups import GroupTable, Sample
 from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.request import MAX_CACHE_SALT_BYTES, MAX_TOP_LOGPROBS, RequestOptions, SamplingParams
 from outrider.session import NO_ROOM_RETRY_SECONDS, OpenSequenceGroup, RejectReason, SampleStart
 
@@ -86,26 +87,31 @@ class Admission:
         return None
 
     def blocks_needed(
-        self, opened: OpenSequenceGroup, *, num_shared: int, num_new_blocks: int, groups: GroupTable
+        self, opened: OpenSequenceGroup, kv: SequenceKV, *, num_shared: int, num_new_blocks: int, groups: GroupTable
     ) -> int:
-        """Returns how many blocks must be free to admit the group. On an empty node, expected growth does not count.
+        """Returns how many blocks of a table's pool must be free to admit the group. If no other group has blocks of
+        it, expected growth does not count.
 
         Args:
             opened: the group that asks for room.
+            kv: a table that takes its blocks where the group does.
             num_shared: number of tokens with which all its samples begin.
             num_new_blocks: blocks that those tokens need beyond the cached prefix.
             groups: the groups on this node.
         """
-        if len(groups) == 0:
+        beside = groups.beside(kv)
+        if not beside:
             return num_new_blocks
-        growth = sum(map(self._growth_of_running, groups.samples()))
-        for group in groups:
+        growth = num_sequences = 0
+        for group in beside:
+            num_sequences += len(group.samples) + len(group.unstarted_samples)
+            growth += sum(map(self._growth_of_running, group.samples.values()))
             growth += sum(
                 self._growth_of_start(group.opened, start, num_shared=len(group.shared_token_ids))
                 for start in group.unstarted_samples
             )
         growth += sum(self._growth_of_start(opened, start, num_shared=num_shared) for start in opened.samples)
-        return num_new_blocks + growth + groups.num_sequences
+        return num_new_blocks + growth + num_sequences
 
     def _growth_of_running(self, sample: Sample) -> int:
         """Returns how many blocks a sample needs for its expected new tokens and its known tokens without a block."""

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.low_rank import PackedAdapter
 from outrider.engine.sampler import SequenceSampling
@@ -129,20 +128,19 @@ class GroupTable:
         """Number of running samples and of samples of groups that wait for KV. Readable from any thread."""
         return len(self._samples) + sum(len(group.unstarted_samples) for group in self)
 
-    def num_new_blocks(
-        self, pool: BlockPool, kv: SequenceKV, opened: OpenSequenceGroup, num_shared: int, *, arriving: int
-    ) -> int:
+    def beside(self, kv: SequenceKV) -> list[SequenceGroup]:
+        """Returns the groups that take blocks from the same pool as `kv`, and those that have none at present."""
+        tables = {group: tuple(group.tables()) for group in self}
+        return [group for group, held in tables.items() if not held or any(map(kv.shares_pool, held))]
+
+    def num_new_blocks(self, kv: SequenceKV, opened: OpenSequenceGroup, num_shared: int, *, arriving: int) -> int:
         """Returns how many blocks a new group's table needs for its shared tokens, of which `arriving` arrive from
-        elsewhere; more than are free if its sliding windows, or its part of a divided pool, have no room.
+        elsewhere; more than are free if its sliding windows have no room.
         """
         needed, num_forks = kv.num_blocks_needed(num_shared), len(opened.samples) - 1
-        windows_fit = kv.windows_fit(num_shared, arriving=arriving, kept_back=self.num_sequences, num_forks=num_forks)
-        # In a part of a divided pool, samples must find room to start, or they would wait and keep what others need.
-        is_part = kv.num_free_blocks < pool.num_free_blocks
-        spare = self.num_sequences + 2 * len(opened.samples) if is_part and len(self) else 0
-        if windows_fit and needed + spare <= kv.num_free_blocks:
+        if kv.windows_fit(num_shared, arriving=arriving, kept_back=self.num_sequences, num_forks=num_forks):
             return needed
-        return max(needed, pool.num_free_in_scarcest + 1)
+        return max(needed, kv.num_free_in_scarcest + 1)
 
     def add(self, group: SequenceGroup) -> None:
         key = (group.session_id, group.opened.sequence_group_id)

@@ -42,17 +42,20 @@ def opening_table(
     max_local_prefill_tokens: int,
     *,
     may_load: bool = False,
-) -> tuple[SequenceKV, bool]:
-    """Returns the `cached_table` of a new group, and whether more tokens are missing than this node computes itself.
+) -> tuple[SequenceKV, int]:
+    """Returns the `cached_table` of a new group, and how many of its tokens a transfer makes valid.
 
-    If their KV is transferred, the windows of layers that have one arrive as well. `may_load`: see `cached_table`.
+    These are all shared tokens, or none (0) if there is no transfer or this node computes the missing tokens itself.
+    The windows of layers that have one are transferred, too. `may_load`: see `cached_table`.
     """
     kv = cached_table(pool, opened, shared_token_ids, may_load=may_load)
-    is_long = len(shared_token_ids) - kv.num_tokens > max_local_prefill_tokens
-    if is_long and opened.transfer_id and kv.windows:
+    num_shared = len(shared_token_ids)
+    if not opened.transfer_id or num_shared - kv.num_tokens <= max_local_prefill_tokens:
+        return kv, 0
+    if kv.windows:
         kv.free()
         kv = cached_table(pool, opened, shared_token_ids, windows_arrive=True, may_load=may_load)
-    return kv, is_long
+    return kv, num_shared
 
 
 def forked_table(pool: BlockPool, leader: SequenceKV, group: SequenceGroup) -> SequenceKV:

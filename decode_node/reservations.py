@@ -129,12 +129,15 @@ class Reservations:
             ),
         )
 
-    def last_idle_behind(self, rank: tuple[int, int]) -> SequenceGroup | None:
-        """Returns the last-ranked group of those that rank behind `rank` and have received nothing, or None."""
+    def last_idle_behind(self, rank: tuple[int, int], kv: SequenceKV) -> SequenceGroup | None:
+        """Returns the last-ranked group of those that rank behind `rank` and have received nothing, or None. Only
+        groups count whose blocks `kv` could use.
+        """
         idle = [
             group
             for group, filling in self._fillings.items()
             if group.rank > rank
+            and kv.shares_pool(group.kv)
             and not filling.undrained_id  # otherwise its blocks could not be freed yet
             and self._ingest.inbox.last_frame_at(filling.transfer_id) is None
         ]

@@ -141,20 +141,17 @@ class SequenceGroupManager:
             return
         shared = opened.shared_token_ids()
         limit = self._max_local_prefill_tokens
-        kv, is_long = opening_table(self._engine.pool, opened, shared, limit)
-        arriving = len(shared) if is_long and opened.transfer_id else 0
+        kv, arriving = opening_table(self._engine.pool, opened, shared, limit)
+        num_new = self._groups.num_new_blocks(kv, opened, len(shared), arriving=arriving)
         needed = self._admission.blocks_needed(
-            opened,
-            num_shared=len(shared),
-            num_new_blocks=self._groups.num_new_blocks(self._engine.pool, kv, opened, len(shared), arriving=arriving),
-            groups=self._groups,
+            opened, kv, num_shared=len(shared), num_new_blocks=num_new, groups=self._groups
         )
-        if self._reject_if_full(command.session_id, opened, needed):
+        if self._reject_if_full(command.session_id, opened, kv, needed):
             kv.free()
             return
         if self._engine.pool.host is not None:
             kv.free()
-            kv, is_long = opening_table(self._engine.pool, opened, shared, limit, may_load=True)
+            kv, arriving = opening_table(self._engine.pool, opened, shared, limit, may_load=True)
         self._num_arrived += 1
         lookups = self.prefix_lookups
         self.prefix_lookups = PrefixLookups(
@@ -167,21 +164,19 @@ class SequenceGroupManager:
         for start in opened.samples:
             group.sequence_ids[start.sample] = self._groups.next_sequence_id()
             self._drafts.open(group.sequence_ids[start.sample], opened, start)
-        if is_long:
-            kv.reserve(len(shared), arriving=len(shared) if opened.transfer_id else 0)
-            if opened.transfer_id:
-                self._reservations.add(group, opened.transfer_id)
-                return
+        kv.reserve(len(shared), arriving=arriving)
+        if arriving:
+            self._reservations.add(group, opened.transfer_id)
+            return
         self._reservations.grant(group, opened.transfer_id)
         self._start_samples(group)
 
-    def _reject_if_full(self, session_id: int, opened: OpenSequenceGroup, num_blocks: int) -> bool:
+    def _reject_if_full(self, session_id: int, opened: OpenSequenceGroup, kv: SequenceKV, num_blocks: int) -> bool:
         """Rejects the group if there is no room, or if another router has a claim to the room.
 
         Returns whether the group was rejected.
         """
-        pool = self._engine.pool
-        is_short = num_blocks > pool.num_free_in_scarcest or len(opened.samples) > self.num_sequences_free
+        is_short = num_blocks > kv.num_free_in_scarcest or len(opened.samples) > self.num_sequences_free
         wait_seconds = 0.0 if is_short else self._fair_shares.hold_back_seconds(session_id, self._groups)
         if not is_short and not wait_seconds:
             self._fair_shares.settle(session_id)
@@ -197,11 +192,13 @@ class SequenceGroupManager:
     def _report_no_room(
         self, session_id: int, opened: OpenSequenceGroup, num_blocks: int, message: str, *, wait_seconds: float = 0.0
     ) -> None:
+        pool = self._engine.pool  # an empty part of it, of which a report shows the most room, can take any group
+        num_blocks = min(num_blocks, pool.num_blocks_together) * (pool.num_blocks // pool.num_blocks_together)
         rejected = Rejected(
             sequence_group_id=opened.sequence_group_id,
             reason=RejectReason.NO_ROOM,
             message=message,
-            kv_blocks_needed=min(num_blocks, self._engine.pool.num_blocks_together),  # an empty node can take any group
+            kv_blocks_needed=num_blocks,
             num_sequences_needed=len(opened.samples),
             wait_seconds=wait_seconds,
         )
@@ -243,14 +240,16 @@ class SequenceGroupManager:
         The group is rejected as if there had been no room when it arrived. This costs less than preempting a sequence,
         whose KV would have to be recomputed. Returns whether blocks became free.
         """
-        group = self._reservations.last_idle_behind((-sequence.priority, sequence.arrival))
+        kv = sequence.kv
+        assert kv is not None
+        group = self._reservations.last_idle_behind((-sequence.priority, sequence.arrival), kv)
         if group is None:
             return False
         pool, num_shared = self._engine.pool, len(group.shared_token_ids)
         num_free = pool.free_by_group
         self._free(group)
         needed = self._admission.blocks_needed(
-            group.opened, num_shared=num_shared, num_new_blocks=pool.num_blocks_for(num_shared), groups=self._groups
+            group.opened, kv, num_shared=num_shared, num_new_blocks=pool.num_blocks_for(num_shared), groups=self._groups
         )
         self._report_no_room(group.session_id, group.opened, needed, "its KV blocks were given to a running sequence")
         return pool.free_by_group != num_free

@@ -34,13 +34,15 @@ RENEWAL_STEPS = 100
 
 
 class DataParallelRunner(ModelRunner):
-    """A rank's runner. All ranks of the process group must call its methods in the same order."""
+    """A rank's runner. All ranks of the process group must call its methods in the same order.
+
+    It is not asynchronous on a GPU either, because the host waits in each layer with experts.
+    """
 
     def __init__(self, model: RunnableModel, steps: ModuleSteps) -> None:
         """`steps`: computes the rows of this rank."""
         assert model.model is not None
         self.attention_name, self.can_be_traced = steps.attention_name, steps.can_be_traced
-        self.is_asynchronous = steps.is_asynchronous
         self.layers = list(divided_layers(model.model))
         self.hidden_size = model.model.config.get_text_config(decoder=True).hidden_size
         self._dtype, self._device = TORCH_DTYPES[model.spec.dtype], model.device
@@ -66,10 +68,12 @@ class DataParallelRunner(ModelRunner):
         if batch.num_rows:
             return self.steps.hidden_rows(batch, on_layer_done)
         rows = self.empty_rows(0)
-        for experts in self.layers:
-            experts(rows, rows.new_empty((0, 1), dtype=torch.int64), rows.new_empty((0, 1)))
-        if on_layer_done is not None:
-            for layer in range(self._num_layers):
+        num_dense = self._num_layers - len(self.layers)  # as if these layers came first
+        for layer in range(self._num_layers):
+            if layer >= num_dense:
+                ids = rows.new_empty((0, 1), dtype=torch.int64)
+                self.layers[layer - num_dense](rows, ids, rows.new_empty((0, 1)))
+            if on_layer_done is not None:
                 on_layer_done(layer)
         return rows
 
@@ -88,7 +92,6 @@ class LeadingDataRunner(ModelRunner):
     def __init__(self, runner: DataParallelRunner, ranks: RankGroup, *, blocks_per_rank: int) -> None:
         """`runner`: computes rank 0's part."""
         self.attention_name, self.can_be_traced = runner.attention_name, runner.can_be_traced
-        self.is_asynchronous = runner.is_asynchronous
         self.rank_load: RankLoad = RankLoad((0,) * ranks.size)
         self._runner = runner
         self._ranks = ranks

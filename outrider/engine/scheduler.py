@@ -143,7 +143,7 @@ class Scheduler:
         self._running: list[EngineSequence] = []  # sorted by _running_rank
         self._waiting: list[EngineSequence] = []  # sorted by _waiting_rank
         self._first_row = 0  # index where the round-robin assignment of single rows begins
-        self._refused: tuple[EngineSequence, tuple[int, ...]] | None = None  # queue's head, blocks available by group
+        self._refused: tuple[EngineSequence, tuple[int, ...]] | None = None  # queue's head, free blocks, -num_running
 
     @property
     def running(self) -> Sequence[EngineSequence]:
@@ -305,14 +305,14 @@ class Scheduler:
         """
         while self._waiting and len(self._running) < self._max_running:
             sequence = self._waiting[0]
-            kept_back = self._reserve_blocks * len(self._running)  # blocks for the growth of running sequences
-            available = tuple(free - kept_back for free in self._pool.free_by_group)
+            available = (*self._pool.free_by_group, -len(self._running))
             refused, then = self._refused or (None, ())
             was_refused = refused is sequence and all(map(operator.le, available, then))
             if self._running and (was_refused or not self._has_rows_for(sequence)):
                 return  # trying again would hash the whole prompt for the same result
-            kv = sequence.kv = sequence.kv or self._cached_prefix(sequence, kept_back)
-            if not kv.fits(len(sequence.token_ids), kept_back=kept_back):
+            kv = sequence.kv = sequence.kv or self._cached_prefix(sequence)
+            num_growing = sum(kv.shares_pool(other.kv) for other in self._running)
+            if not kv.fits(len(sequence.token_ids), kept_back=self._reserve_blocks * num_growing):
                 self._refused = (sequence, available)
                 if kv.num_tokens == kv.num_cached_tokens:  # next time, another rank may have room
                     kv.free()
@@ -335,10 +335,11 @@ class Scheduler:
         ahead = [other for other in self._running if other.num_uncomputed > 1 and _running_rank(other) < rank]
         return _num_prompt_rows(ahead) < self.max_rows_per_step
 
-    def _cached_prefix(self, sequence: EngineSequence, kept_back: int) -> SequenceKV:
+    def _cached_prefix(self, sequence: EngineSequence) -> SequenceKV:
         limit = sequence.num_cacheable if sequence.scoring is None else sequence.scoring.num_done
         token_ids, salt = sequence.token_ids, sequence.cache_salt
         end = min(len(token_ids) - sequence.needs_logits, limit)
+        kept_back = self._reserve_blocks * len(self._running)
         return SequenceKV.create(self._pool, token_ids, max_cached_tokens=end, cache_salt=salt, kept_back=kept_back)
 
     # --- rows -----------------------------------------------------------------------------

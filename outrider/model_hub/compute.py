@@ -12,9 +12,10 @@ from outrider.engine.device import device_type
 from outrider.engine.gpu_turns import loading_turn
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.host_memory import open_host_store
-from outrider.engine.kv_cache.block_pool import BlockPool, make_pool
+from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.divided_pool import DividedPool
+from outrider.engine.kv_cache.make_pool import make_pool
 from outrider.engine.open_runner import open_runner
 from outrider.engine.processor import usable_cpus
 from outrider.engine.ranks.channel import RankLostError

@@ -89,7 +89,7 @@ class ModelConfig:
         0,
         at_least=0,
         help="Number of experts of each layer that are stored in a second process of model.expert_parallel_size, a "
-        "multiple of it. They are chosen by the measured load, again and again.",
+        "multiple of it. They are chosen again regularly, by the measured load.",
     )
     attention: str = setting(
         "auto",

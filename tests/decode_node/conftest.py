@@ -92,6 +92,7 @@ class Node(DrivenNode):
         self,
         *,
         num_blocks=64,
+        num_parts=1,
         num_speculative_tokens=0,
         cpu_turns=None,
         drafts=None,
@@ -103,7 +104,7 @@ class Node(DrivenNode):
         super().__init__()
         self.clock = FakeClock()
         self.model = ScriptedModel(vocab_size=64)
-        self.engine = ScriptedEngine.create(self.model, num_blocks=num_blocks)
+        self.engine = ScriptedEngine.create(self.model, num_blocks=num_blocks, num_parts=num_parts)
         if adapters is not None:
             self.engine = replace(self.engine, find_adapter=adapters.find)
         if is_asynchronous:

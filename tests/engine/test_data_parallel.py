@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engine.data_parallel import divide_batch
+from outrider.engine.data_parallel import DataParallelRunner, LeadingDataRunner, divide_batch
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 
 BLOCK_SIZE, BLOCKS_PER_RANK, NUM_RANKS = 4, 32, 3
@@ -22,6 +25,19 @@ def sequence(draw, index):
     return draw(st.integers(0, NUM_RANKS - 1)), SequenceRows(
         tokens, start, list(blocks), draw(st.integers(0, num)), parents
     )
+
+
+def test_a_rank_without_sequences_reports_layers_as_others_compute_them():
+    log, runner = [], object.__new__(DataParallelRunner)
+    runner.layers = [lambda *_: log.append("experts")] * 2
+    runner._num_layers, runner.hidden_size, runner._dtype, runner._device = 3, 4, torch.float32, "cpu"
+    assert runner.hidden_rows(SimpleNamespace(num_rows=0), log.append).shape == (0, 4)
+    assert log == [0, "experts", 1, "experts", 2]
+
+
+def test_a_step_whose_layers_wait_for_the_device_is_not_asynchronous():
+    runner = SimpleNamespace(attention_name="", can_be_traced=False, is_asynchronous=True)
+    assert not LeadingDataRunner(runner, SimpleNamespace(size=2), blocks_per_rank=1).is_asynchronous
 
 
 @given(st.data())

@@ -9,8 +9,8 @@ import pytest
 
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.engine import PromptEngine
-from outrider.engine.kv_cache.block_pool import make_pool
 from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.kv_cache.make_pool import make_pool
 from outrider.engine.memory import KVMemory, pool_size
 from outrider.engine.model_runner import make_runner
 from outrider.engine.scheduler import Scheduler

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.engine import PromptEngine
-from outrider.engine.kv_cache.block_pool import make_pool
+from outrider.engine.kv_cache.make_pool import make_pool
 from outrider.engine.model_runner import make_runner
 from outrider.engine.pending import read
 from outrider.engine.sampler.logprobs import pending_prompt_logprobs

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.kv_cache.divided_pool import DividedPool
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.pending import Pending
 from outrider.engine.scheduler import Scheduler
@@ -229,9 +230,11 @@ class ScriptedEngine:
         max_running: int = 64,
         max_rows_per_step: int = 512,
         features: PlaneSpec | None = FEATURES,
+        num_parts: int = 1,
     ) -> ScriptedEngine:
-        """Returns a whole engine of the given size."""
-        pool = BlockPool(num_blocks=num_blocks, block_size=block_size, hash_seed=b"scripted")
+        """Returns a whole engine of the given size. `num_parts`: parts into which its blocks are divided."""
+        settings: Any = {"num_blocks": num_blocks // num_parts, "block_size": block_size, "hash_seed": b"scripted"}
+        pool = BlockPool(**settings) if num_parts == 1 else DividedPool(num_parts, **settings)
         kv_cache = ScriptedKVCache(num_blocks=num_blocks, block_size=block_size, features=features)
         return cls(
             pool=pool,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from outrider.engine.kv_cache.block_hashes import BlockHashes
 from outrider.engine.kv_cache.host_store import HostStore
-from outrider.engine.kv_cache.planes import KEPT_TOKENS, STATE_WINDOW, LayerGroup, first_kept_token
+from outrider.engine.kv_cache.planes import KEPT_TOKENS, STATE_WINDOW, first_kept_token
 from outrider.errors import CapacityError
 
 TO_LOAD = -1
@@ -210,6 +210,11 @@ class BlockPool:
             return True
         return may_load and self.host is not None and self.host.has(self._group, block_hash)
 
+    def num_references(self, block_hash: bytes) -> int:
+        """Returns the reference count of the published block with this content; -1: there is none."""
+        block_id = self._block_of.get(block_hash)
+        return -1 if block_id is None else self._ref_counts[block_id]
+
     def register(self, block_id: int, block_hash: bytes) -> None:
         """Publishes a used block under its content hash. If the hash is already published, the first block keeps it."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is not in use"
@@ -357,42 +362,3 @@ class StatePool(CountedPool):
 def max_held_blocks(window: int, max_step_tokens: int, block_size: int) -> int:
     """Returns the maximum number of blocks that a sequence holds of a WindowPool."""
     return -(-(window + KEPT_TOKENS + max_step_tokens) // block_size)
-
-
-class CacheSize(Protocol):
-    """The sizes of a KV cache, in one process or divided among ranks."""
-
-    num_blocks: int
-    block_size: int
-    window_blocks: tuple[int, ...]
-    state_slots: int
-    layer_groups: tuple[LayerGroup, ...]
-
-
-def make_pool(
-    kv_cache: CacheSize, *, hash_seed: bytes, max_step_tokens: int, enable_prefix_cache: bool = True
-) -> BlockPool:
-    """Makes a pool of the cache's blocks, with one for each sliding window and one for states. For the arguments
-    see the pools.
-    """
-    shared: dict[str, Any] = {
-        "block_size": kv_cache.block_size,
-        "hash_seed": hash_seed,
-        "enable_prefix_cache": enable_prefix_cache,
-    }
-    windows: list[WindowPool | StatePool] = []
-    first_block = kv_cache.num_blocks
-    for group, num_blocks in zip(kv_cache.layer_groups[1:], kv_cache.window_blocks, strict=True):
-        windows.append(
-            WindowPool(
-                window=group.window,
-                max_step_tokens=max_step_tokens,
-                first_block=first_block,
-                num_blocks=num_blocks,
-                **shared,
-            )
-        )
-        first_block += num_blocks
-    if kv_cache.layer_groups[-1].has_states:
-        windows.append(StatePool(num_blocks=kv_cache.state_slots, **shared))
-    return BlockPool(num_blocks=kv_cache.num_blocks, windows=windows, **shared)

@@ -35,7 +35,7 @@ class KVCacheConfig:
         "0",
         help="Size of the main memory, for example 8GiB, to which a prefill or decode node moves evicted blocks of "
         "preempted sequences and of prefixes, if loading them is measured to be faster than computing them again. "
-        "0: none.",
+        "Not with model.expert_parallel_size. 0: none.",
     )
     num_blocks: int | None = fixed(None)  # overrides `memory`
     state_slots: int | None = fixed(None)  # of layers with linear attention; None: as their memory allows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,26 +41,33 @@ class DividedPool(BlockPool):
         """`num_free_blocks` of each part."""
         return tuple(part.num_free_blocks for part in self.parts)
 
+    @property
+    def num_free_in_scarcest(self) -> int:
+        """The number of free blocks if every part had as many as the one with the most, where a sequence finds room."""
+        return len(self.parts) * max(self.free_by_group)
+
     def part_for(self, token_ids: Sequence[int], *, max_tokens: int, cache_salt: bytes = b"") -> BlockPool:
-        """Returns the part with the most free blocks, where each block found in its prefix cache counts as one more. A
-        part with room for all the tokens comes before others.
+        """Returns the part that would have the most free blocks with this sequence, of which those count as free that
+        are found in its prefix cache. If less than a quarter would be free, only what really is free counts.
 
         With equal loads, a sequence goes where its prefix is. But if all sequences have a prefix in common, they do not
         all go to the same rank.
         """
-        chain, num_found = self.new_hashes(cache_salt), dict.fromkeys(self.parts, 0)
+        chain, num_found, num_used = self.new_hashes(cache_salt), Counter[BlockPool](), Counter[BlockPool]()
         having = self.parts if self.enable_prefix_cache else ()
         for _ in range(min(max_tokens, len(token_ids)) // self.block_size):
             if not having:
                 break
             block_hash = chain.append(token_ids)
-            having = tuple(part for part in having if part.has(block_hash))
-            for part in having:
-                num_found[part] += 1
+            counts = {part: part.num_references(block_hash) for part in having}
+            having = tuple(part for part in having if counts[part] >= 0)
+            num_found.update(having)
+            num_used.update(part for part in having if counts[part] > 0)
         needed = self.num_blocks_for(len(token_ids))
 
-        def rank_of(part: BlockPool) -> tuple[bool, int]:
+        def rank_of(part: BlockPool) -> tuple[int, int]:
             num_free = part.num_free_blocks
-            return needed <= num_free, num_free + num_found[part]
+            num_left = num_free + num_used[part] - needed
+            return min(num_left, self.num_blocks_together // 4), num_free + num_found[part]
 
         return max(self.parts, key=rank_of)

@@ -195,9 +195,9 @@ class SequenceKV:
         return True
 
     @property
-    def num_free_blocks(self) -> int:
-        """The number of blocks that are free for this table."""
-        return self._pool.num_free_blocks
+    def num_free_in_scarcest(self) -> int:
+        """`BlockPool.num_free_in_scarcest` of the pool from which this table takes blocks."""
+        return self._pool.num_free_in_scarcest
 
     def shares_pool(self, other: SequenceKV | None) -> bool:
         """Returns whether both have their blocks in the same pool, so that one can use what the other releases."""

@@ -94,7 +94,9 @@ class EngineMetrics:
         family.count_lost_log_lines()
         self._running = family.gauge("vllm:num_requests_running", "Sequences in the running batch.")
         self._waiting = family.gauge("vllm:num_requests_waiting", "Sequences that wait for the running batch.")
-        self._kv_usage = family.gauge("vllm:kv_cache_usage_perc", "Used share of KV blocks, 0 to 1.")
+        self._kv_usage = family.gauge(
+            "vllm:kv_cache_usage_perc", "Used share of KV blocks, 0 to 1; with expert parallelism, the emptiest rank's."
+        )
         self._prompt_tokens = family.counter("vllm:prompt_tokens", "Prompt tokens computed or found in a cache.")
         self._generation_tokens = family.counter("vllm:generation_tokens", "Tokens generated.")
         self.add_preemptions = family.counter("vllm:num_preemptions", "Sequences preempted.").inc

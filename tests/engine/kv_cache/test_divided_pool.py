@@ -63,6 +63,34 @@ def test_a_sequence_goes_to_its_prefix_unless_that_rank_has_more_to_do():
     assert (rank_of(elsewhere), elsewhere.num_cached_tokens) == (1, 16)
 
 
+@pytest.mark.parametrize(("num_left", "expected"), [((7, 9), 1), ((4, 7), 0)])
+def test_blocks_of_a_prefix_make_room_only_if_they_are_in_use(num_left, expected):
+    pool = DividedPool(2, num_blocks=16, block_size=BLOCK_SIZE, hash_seed=b"seed")
+    for part, num_free in zip(pool.parts, num_left, strict=True):
+        holder = SequenceKV(part)
+        holder.reserve(len(TOKENS))
+        holder.advance(len(TOKENS))
+        holder.publish(TOKENS)
+        if expected == 1 or part is pool.parts[1]:
+            holder.free()
+        part.allocate(part.num_free_blocks - num_free)
+    kv = create(pool, [*TOKENS, *[1] * 16])
+    assert (kv.block_ids[0] // 16, kv.num_cached_tokens) == (expected, 16)
+
+
+def test_blocks_are_kept_back_for_those_who_run_on_the_same_rank():
+    pool = make_pool()
+    scheduler = Scheduler(pool, max_running=8, max_rows_per_step=64, reserve_blocks_per_running=2)
+    for key in range(3):
+        kv = SequenceKV(pool.parts[1])
+        kv.reserve(4)
+        scheduler.add_running(EngineSequence(key=key, token_ids=[key] * 4, arrival=key, kv=kv))
+    waiting = EngineSequence(key=3, token_ids=[3] * 28, arrival=3)
+    scheduler.add(waiting)
+    assert scheduler.plan().admitted == (waiting,)
+    assert rank_of(waiting.kv) == 0
+
+
 def test_all_with_one_prefix_do_not_go_to_one_rank():
     pool = DividedPool(2, num_blocks=40, block_size=BLOCK_SIZE, hash_seed=b"seed")
     counts = [0, 0]
