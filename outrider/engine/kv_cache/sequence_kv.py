@@ -248,13 +248,16 @@ class SequenceKV:
     def release_beyond(self, num_tokens: int) -> None:
         """Releases reserved blocks past tokens [0, num_tokens), which must include all valid ones."""
         assert num_tokens >= self.num_tokens
-        num_kept = self._pool.num_blocks_for(num_tokens)
+        self._release_blocks(self._pool.num_blocks_for(num_tokens))
+        for table in self.windows:
+            table.release_beyond(num_tokens)
+
+    def _release_blocks(self, num_kept: int) -> None:
+        """Releases all but the first blocks of the layers without a window."""
         if num_kept < len(self.block_ids):
             self._pool.release(reversed(self.block_ids[num_kept:]))
             del self.block_ids[num_kept:]
             del self._table[num_kept:]
-        for table in self.windows:
-            table.release_beyond(num_tokens)
 
     @property
     def has_unpublished_blocks(self) -> bool:
@@ -276,7 +279,7 @@ class SequenceKV:
             for table in self._window_tables:
                 table.publish(index, block_hash)
         if self.state is not None:
-            self.state.publish(hashes)
+            self.state.publish(self.num_tokens, hashes)
 
     def fork(self) -> SequenceKV:
         """Returns a second table over the same valid tokens. The first writer to a shared partial block copies it."""
@@ -300,7 +303,7 @@ class SequenceKV:
         self.num_tokens = 0
         self._owns_tail = False
         self._hashes.truncate(0)
-        self.release_beyond(0)
+        self._release_blocks(0)
         for table in self.windows:
             table.free()
 
