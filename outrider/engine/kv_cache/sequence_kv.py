@@ -235,6 +235,8 @@ class SequenceKV:
         """
         if self.windows and not all(table.sees_all(num_tokens) for table in self.windows):
             num_tokens = self.num_cached_tokens = 0
+            for table in self.windows:
+                table.free()
         capacity = len(self.block_ids) * self._block_size
         assert 0 <= num_tokens <= capacity
         if num_tokens < self.num_tokens:
