@@ -177,7 +177,7 @@ class SequenceGroupManager:
         Returns whether the group was rejected.
         """
         pool = self._engine.pool
-        is_short = num_blocks > pool.num_free_in_scarcest or len(opened.samples) > self.num_sequences_free
+        is_short = num_blocks > pool.num_free_blocks or len(opened.samples) > self.num_sequences_free
         wait_seconds = 0.0 if is_short else self._fair_shares.hold_back_seconds(session_id, self._groups)
         if not is_short and not wait_seconds:
             self._fair_shares.settle(session_id)
@@ -193,11 +193,14 @@ class SequenceGroupManager:
     def _report_no_room(
         self, session_id: int, opened: OpenSequenceGroup, num_blocks: int, message: str, *, wait_seconds: float = 0.0
     ) -> None:
+        pool = self._engine.pool
+        num_missing = num_blocks - pool.num_free_blocks
         rejected = Rejected(
             sequence_group_id=opened.sequence_group_id,
             reason=RejectReason.NO_ROOM,
             message=message,
-            kv_blocks_needed=min(num_blocks, self._engine.pool.num_blocks),  # an empty node can take any group
+            # Reports say how many are free in the scarcest group. An empty node can take any group of sequences.
+            kv_blocks_needed=min(max(pool.num_free_in_scarcest + num_missing, 0), pool.num_blocks),
             num_sequences_needed=len(opened.samples),
             wait_seconds=wait_seconds,
         )

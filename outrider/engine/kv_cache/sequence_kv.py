@@ -157,9 +157,10 @@ class SequenceKV:
         """
         num_valid, end = (arriving, arriving) if arriving > self.num_tokens else (self.num_tokens, num_tokens)
         for table in self.windows:
-            needed = table.num_needed(num_valid, end)
+            needed = table.num_expected(end) if arriving > self.num_tokens else table.num_needed(num_valid, end)
             if needed > 0 or num_forks:
-                needed += kept_back + num_forks * (needed + table.num_held)
+                of_others = 0 if table is self.state else kept_back  # a sequence that runs needs no more states
+                needed += of_others + num_forks * (needed + table.num_held)
             if min(needed, table.pool.num_blocks) > table.pool.num_free_blocks:
                 return False
         return True

@@ -63,6 +63,10 @@ class StateTable:
         """Returns how many more slots than now `reserve` would hold; negative if it gives some back."""
         return (_NUM_SLOTS if num_tokens > num_valid else min(last_border(num_valid), 1)) - self.num_held
 
+    def num_expected(self, _num_tokens: int) -> int:
+        """Returns how many more slots than now `expect` would hold."""
+        return _NUM_SLOTS - self.num_held
+
     def max_reserved(self, num_valid: int) -> int:
         """Returns up to which token drafts may be granted, so that the step after them replays at most MAX_REPLAY."""
         return last_border(num_valid + 1) + MAX_REPLAY
@@ -81,11 +85,14 @@ class StateTable:
         return []
 
     def expect(self, num_tokens: int) -> None:
-        """Reserves a slot for the state that arrives from elsewhere: that of a sequence of `num_tokens` tokens."""
+        """Reserves a slot for the state that arrives from elsewhere, that of a sequence of `num_tokens` tokens, and one
+        for the state that its first step writes.
+        """
         self.free()
         self._expected = num_tokens
+        self._spare = self.pool.allocate(_NUM_SLOTS)
         if position := last_border(num_tokens):
-            (self._slots[position],) = self.pool.allocate(1)
+            self._slots[position] = self._spare.pop()
 
     def plan(self, start: int, end: int) -> StateSteps:
         """Plans a step that computes the known tokens [start, end)."""

@@ -102,6 +102,20 @@ def test_snapshots_hold_no_slots_between_steps():
     assert SequenceKV.create(pool, range(600), max_cached_tokens=600).num_tokens == 512
 
 
+def test_every_slot_serves_sequences_that_compute_or_wait():
+    """Sequences hold two slots each from the first on, so none need be kept back for those that run."""
+    pool = make_pool(slots=8)
+    waiting = [SequenceKV(pool) for _ in range(4)]
+    for num_others, kv in enumerate(waiting):
+        assert kv.windows_fit(50, arriving=50, kept_back=num_others)
+        kv.reserve(50, arriving=50)
+    assert not SequenceKV(pool).windows_fit(50, arriving=50)
+    for kv in waiting:
+        kv.advance(50)
+        kv.reserve(51)
+        assert kv.plan_states(1).position == 48
+
+
 def test_no_slot_for_a_fork_is_an_error_that_changes_nothing():
     pool = make_pool(slots=4)
     kv = SequenceKV(pool)
