@@ -188,8 +188,13 @@ class FairShares:
         return min(HOLD_BACK_SECONDS, max(others) - now)
 
     def _held(self, session_id: int, groups: GroupTable) -> float:
-        """Returns the session's fraction (0 to 1) of the sequences or of the blocks, whichever is larger."""
+        """Returns the session's fraction (0 to 1) of the sequences or of a pool's blocks, whichever is largest."""
         mine = groups.of_session(session_id)
         num_sequences = sum(len(group.samples) + len(group.unstarted_samples) for group in mine)
         blocks = {block_id for group in mine for kv in group.tables() for block_id in kv.block_ids}
-        return max(num_sequences / self._max_running, len(blocks) / self._pool.num_blocks)
+        tables = [table for group in mine for kv in group.tables() for table in kv.windows]
+        parts = [
+            sum(table.num_held for table in tables if table.pool is pool) / pool.num_blocks
+            for pool in self._pool.windows
+        ]
+        return max(num_sequences / self._max_running, len(blocks) / self._pool.num_blocks, *parts)

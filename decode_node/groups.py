@@ -140,7 +140,7 @@ class GroupTable:
         needed, num_forks = kv.num_blocks_needed(num_shared), len(opened.samples) - 1
         if kv.windows_fit(num_shared, arriving=arriving, kept_back=self.num_sequences, num_forks=num_forks):
             return needed
-        return max(needed, kv.num_free_in_scarcest + 1)
+        return max(needed, kv.num_free_blocks + 1)
 
     def add(self, group: SequenceGroup) -> None:
         key = (group.session_id, group.opened.sequence_group_id)

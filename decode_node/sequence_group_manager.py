@@ -176,7 +176,7 @@ class SequenceGroupManager:
 
         Returns whether the group was rejected.
         """
-        is_short = num_blocks > kv.num_free_in_scarcest or len(opened.samples) > self.num_sequences_free
+        is_short = num_blocks > kv.num_free_blocks or len(opened.samples) > self.num_sequences_free
         wait_seconds = 0.0 if is_short else self._fair_shares.hold_back_seconds(session_id, self._groups)
         if not is_short and not wait_seconds:
             self._fair_shares.settle(session_id)
@@ -192,13 +192,11 @@ class SequenceGroupManager:
     def _report_no_room(
         self, session_id: int, opened: OpenSequenceGroup, num_blocks: int, message: str, *, wait_seconds: float = 0.0
     ) -> None:
-        pool = self._engine.pool  # an empty part of it, of which a report shows the most room, can take any group
-        num_blocks = min(num_blocks, pool.num_blocks_together) * (pool.num_blocks // pool.num_blocks_together)
         rejected = Rejected(
             sequence_group_id=opened.sequence_group_id,
             reason=RejectReason.NO_ROOM,
             message=message,
-            kv_blocks_needed=num_blocks,
+            kv_blocks_needed=self._engine.pool.as_reported(num_blocks),
             num_sequences_needed=len(opened.samples),
             wait_seconds=wait_seconds,
         )

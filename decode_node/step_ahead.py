@@ -35,6 +35,7 @@ def lay_out_next(step: LaunchedStep, engine: Engine) -> InputBatch | None:
         kv, position = sequence.kv, len(sequence.token_ids)
         if kv is None or not kv.has_reserved(position):  # e.g. a fork that shares its last block
             return None
+        assert kv.state is None, "models with recurrent states run on CPUs only, where no step is laid out ahead"
         kv.reserve(position + 1)
         rows.append(
             SequenceRows(

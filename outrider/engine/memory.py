@@ -124,9 +124,8 @@ class _BlockCosts:
     def num_blocks(self, num_bytes: int) -> int:
         """Returns the largest number of blocks that `num_bytes` hold."""
         of_windows = sum(share * each for share, each in zip(self._shares, self._window_bytes, strict=True))
-        return (
-            bisect_right(range(int(num_bytes / (self._full_bytes + of_windows)) + 2), num_bytes, key=self.num_bytes) - 1
-        )
+        upper = int(num_bytes / (self._full_bytes + of_windows)) + 2
+        return max(bisect_right(range(upper), num_bytes, key=self.num_bytes) - 1, 0)
 
 
 def pool_size(
@@ -169,12 +168,13 @@ def pool_size(
             f"sequences have at most {window}. Set model.max_model_len, or give more memory (kv_cache.memory)\n"
         )
         return PoolSize(num_blocks, window, of_windows, state_slots)
-    source = "memory" if config.num_blocks is None else "num_blocks"
+    is_memory = config.num_blocks is None
+    source, given = ("memory", num_bytes) if is_memory else ("num_blocks", costs.num_bytes(num_blocks))
     others = f" after {room.own_bytes:,} for weights and steps" if room.own_bytes else ""
     shorter = f", or model.max_model_len to {held} or lower" if held else ""
     raise ConfigError(
         f"one window of {spec.max_model_len} tokens needs {costs.num_bytes(window_blocks):,} bytes of KV, and "
-        f"kv_cache.{source} gives {costs.num_bytes(num_blocks):,}{others}: set it higher{shorter}"
+        f"kv_cache.{source} gives {given:,}{others}: set it higher{shorter}"
     )
 
 

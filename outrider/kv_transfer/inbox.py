@@ -96,7 +96,9 @@ class _Transfer:
 
     def __post_init__(self) -> None:
         self.coverage = Coverage(self.spec)
-        self.readable_bytes = self.spec.start_token * sum(plane.bytes_per_token for plane in self.spec.planes)
+        self.readable_bytes = self.spec.start_token * sum(
+            plane.bytes_per_token for plane in self.spec.planes if not plane.window
+        )
 
     def wait_until_drained(self, timeout_seconds: float | None) -> bool:
         """Waits until no copy is running; returns False after a timeout. Needs `changed`."""

@@ -17,6 +17,7 @@ from outrider.engine.device import device_type
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.kv_cache.state_table import StateSteps
 from outrider.engine.processor import usable_cpus, within_quota
 from outrider.errors import InternalError
 from outrider.heads.checkpoint import Target
@@ -96,12 +97,20 @@ def measure_rows(target: ModelRuntime, *, limit_seconds: float) -> list[list[flo
     One row is plain decoding; each further row is a draft token. The processor's caches are flushed before each
     forward. The first blocks of the KV cache are overwritten. `limit_seconds`: the time for each measurement.
     """
-    size, flush = target.kv_cache.block_size, cache_flush(target.model.device)
+    cache, flush = target.kv_cache, cache_flush(target.model.device)
+    size, num_blocks = cache.block_size, min(cache.num_blocks, *cache.window_blocks)
+    states = StateSteps(CONTEXT_TOKENS, 0) if cache.state_slots else None
     per_text = -(-(CONTEXT_TOKENS + MAX_DRAFT_TOKENS + 1) // size)
 
     def seconds_of(clients: int, num_rows: int) -> float:
         rows = [
-            SequenceRows([0] * num_rows, CONTEXT_TOKENS, range(first, first + per_text), num_logits=num_rows)
+            SequenceRows(
+                [0] * num_rows,
+                CONTEXT_TOKENS,
+                [block_id % num_blocks for block_id in range(first, first + per_text)],
+                num_logits=num_rows,
+                states=states,
+            )
             for first in range(0, clients * per_text, per_text)
         ]
         batch = build_input_batch(rows, size)

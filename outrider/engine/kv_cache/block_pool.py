@@ -86,6 +86,12 @@ class BlockPool:
         parts = [pool.num_free_blocks * self.num_blocks // pool.num_blocks for pool in self.windows]
         return max(min(self.num_free_blocks, *parts), 0) if parts else self.num_free_blocks
 
+    def as_reported(self, num_blocks: int) -> int:
+        """Returns the `num_free_in_scarcest` with which there is room for sequences that need `num_blocks` blocks. An
+        empty pool has room for any.
+        """
+        return min(max(self.num_free_in_scarcest + num_blocks - self.num_free_blocks, 0), self.num_blocks)
+
     def use_host(self, host: HostStore, group: int = 0) -> None:
         """Makes this pool, of the group with that number, and those of `windows` move evicted blocks to main memory."""
         self.host, self._group = host, group

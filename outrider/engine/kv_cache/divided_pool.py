@@ -46,6 +46,9 @@ class DividedPool(BlockPool):
         """The number of free blocks if every part had as many as the one with the most, where a sequence finds room."""
         return len(self.parts) * max(self.free_by_group)
 
+    def as_reported(self, num_blocks: int) -> int:
+        return min(num_blocks, self.num_blocks_together) * len(self.parts)
+
     def part_for(self, token_ids: Sequence[int], *, max_tokens: int, cache_salt: bytes = b"") -> BlockPool:
         """Returns the part that would have the most free blocks with this sequence, of which those count as free that
         are found in its prefix cache. If less than a quarter would be free, only what really is free counts.

@@ -83,7 +83,7 @@ class LayerGroup:
     """Layers whose keys and values are stored in the same blocks: a block has the same number in all of them.
 
     A model has a group for the layers that see all tokens, which may be empty, and one for each sliding window. Layers
-    with linear attention are a group whose window are the tokens since the last stored state.
+    with linear attention are a group whose window is the most tokens that a replay reads before a row.
     """
 
     layers: tuple[int, ...]  # of the model, ascending; layer i of the group's planes is layers[i]

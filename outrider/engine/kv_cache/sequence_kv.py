@@ -187,17 +187,18 @@ class SequenceKV:
         """
         num_valid, end = (arriving, arriving) if arriving > self.num_tokens else (self.num_tokens, num_tokens)
         for table in self.windows:
-            needed = table.num_needed(num_valid, end)
+            needed = table.num_expected(end) if arriving > self.num_tokens else table.num_needed(num_valid, end)
             if needed > 0 or num_forks:
-                needed += kept_back + num_forks * (needed + table.num_held)
+                of_others = 0 if table is self.state else kept_back  # a sequence that runs needs no more states
+                needed += of_others + num_forks * (needed + table.num_held)
             if min(needed, table.pool.num_blocks) > table.pool.num_free_blocks:
                 return False
         return True
 
     @property
-    def num_free_in_scarcest(self) -> int:
-        """`BlockPool.num_free_in_scarcest` of the pool from which this table takes blocks."""
-        return self._pool.num_free_in_scarcest
+    def num_free_blocks(self) -> int:
+        """The number of free blocks in the pool from which this table takes blocks."""
+        return self._pool.num_free_blocks
 
     def shares_pool(self, other: SequenceKV | None) -> bool:
         """Returns whether both have their blocks in the same pool, so that one can use what the other releases."""
@@ -274,6 +275,8 @@ class SequenceKV:
         """
         if self.windows and not all(table.sees_all(num_tokens) for table in self.windows):
             num_tokens = self.num_cached_tokens = 0
+            for table in self.windows:
+                table.free()
         capacity = len(self.block_ids) * self._block_size
         assert 0 <= num_tokens <= capacity
         if num_tokens < self.num_tokens:
@@ -287,13 +290,16 @@ class SequenceKV:
     def release_beyond(self, num_tokens: int) -> None:
         """Releases reserved blocks past tokens [0, num_tokens), which must include all valid ones."""
         assert num_tokens >= self.num_tokens
-        num_kept = self._pool.num_blocks_for(num_tokens)
+        self._release_blocks(self._pool.num_blocks_for(num_tokens))
+        for table in self.windows:
+            table.release_beyond(num_tokens)
+
+    def _release_blocks(self, num_kept: int) -> None:
+        """Releases all but the first blocks of the layers without a window."""
         if num_kept < len(self.block_ids):
             self._pool.release(reversed(self.block_ids[num_kept:]))
             del self.block_ids[num_kept:]
             del self._table[num_kept:]
-        for table in self.windows:
-            table.release_beyond(num_tokens)
 
     @property
     def has_unpublished_blocks(self) -> bool:
@@ -315,7 +321,7 @@ class SequenceKV:
             for table in self._window_tables:
                 table.publish(index, block_hash)
         if self.state is not None:
-            self.state.publish(hashes)
+            self.state.publish(self.num_tokens, hashes)
 
     def fork(self) -> SequenceKV:
         """Returns a second table over the same valid tokens. The first writer to a shared partial block copies it."""
@@ -339,7 +345,7 @@ class SequenceKV:
         self.num_tokens = 0
         self._owns_tail = False
         self._hashes.truncate(0)
-        self.release_beyond(0)
+        self._release_blocks(0)
         for table in self.windows:
             table.free()
 

@@ -63,6 +63,10 @@ class StateTable:
         """Returns how many more slots than now `reserve` would hold; negative if it gives some back."""
         return (_NUM_SLOTS if num_tokens > num_valid else min(last_border(num_valid), 1)) - self.num_held
 
+    def num_expected(self, _num_tokens: int) -> int:
+        """Returns how many more slots than now `expect` would hold."""
+        return _NUM_SLOTS - self.num_held
+
     def max_reserved(self, num_valid: int) -> int:
         """Returns up to which token drafts may be granted, so that the step after them replays at most MAX_REPLAY."""
         return last_border(num_valid + 1) + MAX_REPLAY
@@ -71,8 +75,7 @@ class StateTable:
         """Gives back all states but the one that the next row needs. If rows follow, reserves a slot for the state that
         their step writes. Returns nothing to copy.
         """
-        newest = self._newest(num_valid)
-        self._give_back([position for position in self._slots if position != newest])
+        self._keep_newest(num_valid)
         self._expected = 0
         num_spare = _NUM_SLOTS - len(self._slots) if num_tokens > num_valid else 0
         self.pool.release(self._spare[num_spare:])
@@ -82,11 +85,14 @@ class StateTable:
         return []
 
     def expect(self, num_tokens: int) -> None:
-        """Reserves a slot for the state that arrives from elsewhere: that of a sequence of `num_tokens` tokens."""
+        """Reserves a slot for the state that arrives from elsewhere, that of a sequence of `num_tokens` tokens, and one
+        for the state that its first step writes.
+        """
         self.free()
         self._expected = num_tokens
+        self._spare = self.pool.allocate(_NUM_SLOTS)
         if position := last_border(num_tokens):
-            (self._slots[position],) = self.pool.allocate(1)
+            self._slots[position] = self._spare.pop()
 
     def plan(self, start: int, end: int) -> StateSteps:
         """Plans a step that computes the known tokens [start, end)."""
@@ -111,12 +117,15 @@ class StateTable:
         """Gives back the states after more than `num_tokens` tokens."""
         self._give_back([position for position in self._slots if position > num_tokens])
 
-    def publish(self, hashes: BlockHashes) -> None:
-        """Publishes the states at the ends of blocks whose hashes are these."""
+    def publish(self, num_valid: int, hashes: BlockHashes) -> None:
+        """Publishes the states at the ends of blocks whose hashes are these, then gives back those that `reserve` would
+        give back, so that snapshots take slots from nobody.
+        """
         for position, slot in self._slots.items():
             index, offset = divmod(position, self.pool.block_size)
             if not offset and index <= len(hashes):
                 self.pool.register(slot, *hashes[index - 1 : index])
+        self._keep_newest(num_valid)
 
     def longest_match(self, hashes: BlockHashes, max_blocks: int, *, may_load: bool) -> int:
         """Returns the largest number of leading blocks, at most `max_blocks`, at whose end the cache has a state.
@@ -144,14 +153,18 @@ class StateTable:
         return other
 
     def free(self) -> None:
-        """Gives back all slots. The table is empty afterwards."""
-        self.pool.release([*self._spare, *reversed(self._slots.values())])
+        """Gives back all slots, that of the newest state last. The table is empty afterwards."""
+        self.pool.release([*self._spare, *self._slots.values()])
         self._slots, self._spare, self._kept, self._expected = {}, [], 0, 0
 
     def _newest(self, num_tokens: int) -> int:
         """Returns the position of the last state after at most `num_tokens` tokens; 0: there is none."""
         there = self._slots if num_tokens >= self._expected else ()
         return max((position for position in there if position <= num_tokens), default=0)
+
+    def _keep_newest(self, num_tokens: int) -> None:
+        newest = self._newest(num_tokens)
+        self._give_back([position for position in self._slots if position != newest])
 
     def _give_back(self, positions: Iterable[int]) -> None:
         for position in positions:

@@ -66,6 +66,10 @@ class WindowTable:
         first, end = self._reserved(num_valid, num_tokens)
         return end - first - self.num_held
 
+    def num_expected(self, num_tokens: int) -> int:
+        """Returns how many more blocks than now `expect` would hold."""
+        return self.num_needed(num_tokens, num_tokens)
+
     def reserve(self, num_valid: int, num_tokens: int) -> list[tuple[int, int]]:
         """Gives back the blocks that no row after the first `num_valid` tokens sees, and reserves blocks for the tokens
         from there to `num_tokens`, at most as many as the pool's `max_held_blocks`. So a sequence that has reserved all

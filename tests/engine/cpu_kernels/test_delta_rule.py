@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 
 import pytest
 import torch
@@ -137,6 +138,23 @@ def test_a_team_and_company_change_no_bits(hidden, library, teams):
     )
     assert torch.equal(together, alone)
     assert not torch.equal(of_other, alone[:20])
+
+
+def test_a_row_that_extends_the_path_before_it_costs_one_token(hidden, library, teams):
+    """Trees list their rows depth first."""
+    sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    runner = Runner(Layer("qwen3_next", torch.bfloat16, sizes), torch.bfloat16, teams(library, 1))
+    hidden, blocks = hidden[0].bfloat16(), runner.blocks()
+
+    def seconds_of(*parents):
+        times = []
+        for _ in range(5):
+            started = time.thread_time()
+            runner.forward((rows_of(0, 52, blocks, None, parents), hidden[:52]))
+            times.append(time.thread_time() - started)
+        return min(times)
+
+    assert seconds_of(*range(-1, 49), -1) < 4 * seconds_of()
 
 
 def test_rows_in_trees_see_their_path_and_change_no_state(hidden, library, teams):

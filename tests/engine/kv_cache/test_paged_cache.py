@@ -10,7 +10,7 @@ import torch
 
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.kv_cache.planes import LinearAttention, PlaneSpec
 from outrider.engine.memory import KVMemory, pool_size
 from outrider.engine.model_spec import ModelSpec
 from outrider.errors import ConfigError, InternalError
@@ -188,6 +188,13 @@ def test_a_share_of_a_gpu_is_of_all_its_memory_and_weights_count():
     with pytest.raises(ConfigError, match=r"64 tokens needs 12,288 bytes.*kv_cache\.memory gives 0 after 192,000 for"):
         blocks(GPU_ROOM, memory="20%")
     assert blocks(GPU_ROOM, memory=f"{70 * BLOCK_BYTES}B") == 70
+
+
+def test_too_little_memory_for_the_least_number_of_states_gives_no_blocks():
+    linear = LinearAttention((0, 1), 64, 2, 256, 4)
+    spec = dataclasses.replace(SPEC, num_layers=4, linear=linear)
+    with pytest.raises(ConfigError, match=r"kv_cache\.memory gives 1,000 after 192,000 for"):
+        pool_size(spec, KVCacheConfig(memory="1000B"), GPU_ROOM, max_step_tokens=16)
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,40 @@ def test_states_between_snapshots_are_evicted_first():
     assert kept[2] in range(kept[1] + SNAPSHOT_TOKENS, kept[1] + SNAPSHOT_TOKENS + STEP)
 
 
+def test_the_last_state_of_an_ended_sequence_is_evicted_last():
+    pool = make_pool(step=700)
+    kv = SequenceKV(pool)
+    compute(kv, range(900), step=700)
+    kv.free()
+    states = pool.windows[1]
+    states.release(states.allocate(states.num_blocks - 1))
+    assert SequenceKV.create(pool, range(950), max_cached_tokens=950).num_tokens == 896
+
+
+def test_snapshots_hold_no_slots_between_steps():
+    """Others may need the slots: a step's snapshots are published, and then held by nobody."""
+    pool = make_pool(step=700)
+    kv = SequenceKV(pool)
+    compute(kv, range(700), step=700)
+    assert positions(kv) == [688]
+    assert pool.windows[1].num_free_blocks == 20 - 2  # that state, and a slot for the next
+    assert SequenceKV.create(pool, range(600), max_cached_tokens=600).num_tokens == 512
+
+
+def test_every_slot_serves_sequences_that_compute_or_wait():
+    """Sequences hold two slots each from the first on, so none need be kept back for those that run."""
+    pool = make_pool(slots=8)
+    waiting = [SequenceKV(pool) for _ in range(4)]
+    for num_others, kv in enumerate(waiting):
+        assert kv.windows_fit(50, arriving=50, kept_back=num_others)
+        kv.reserve(50, arriving=50)
+    assert not SequenceKV(pool).windows_fit(50, arriving=50)
+    for kv in waiting:
+        kv.advance(50)
+        kv.reserve(51)
+        assert kv.plan_states(1).position == 48
+
+
 def test_no_slot_for_a_fork_is_an_error_that_changes_nothing():
     pool = make_pool(slots=4)
     kv = SequenceKV(pool)

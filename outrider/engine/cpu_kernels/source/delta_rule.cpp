@@ -5,6 +5,7 @@
 // of a row depend on the tokens on its path only: neither on the state that a step begins with, nor on the step's rows.
 // A unit of work is one head of one sequence.
 
+#include <algorithm>
 #include <cmath>
 
 #include "call.h"
@@ -94,16 +95,22 @@ class HeadOfSequence {
       }
     }
     if (drafts < end) std::copy_n(state_, size, known_);
-    for (int64_t row = drafts; row < end; row++) {
+    const int64_t* previous = nullptr;  // the path of `num_done` drafts after which `state_` is
+    for (int64_t row = drafts, num_done = 0; row < end; row++) {
       const int64_t* const path = batch_.path_slots + batch_.path_starts[row];
-      std::copy_n(known_, size, state_);
-      for (int64_t i = 0; i < depth_of(row); i++) {
+      if (num_done >= depth_of(row) || !std::equal(previous, previous + num_done, path)) {
+        std::copy_n(known_, size, state_);
+        num_done = 0;
+      }
+      for (int64_t i = num_done; i < depth_of(row); i++) {
         take_taps([&](int64_t before) {
           return before <= i ? in_slot(path[i - before]) : row_at(num_known + i - before);
         });
         advance(i == depth_of(row) - 1);
       }
       finish(row);
+      previous = path;
+      num_done = depth_of(row);
     }
   }
 
