@@ -147,7 +147,7 @@ class RunningLoop:
 def measure(num_sequences: int, *, context: int, num_steps: int) -> tuple[float, float]:
     """Returns the engine thread's CPU time for the gap and for a whole step, in microseconds."""
     max_tokens = num_steps + WARM_UP_STEPS + 2 * num_sequences + 8
-    num_blocks = num_sequences * ((context + max_tokens) // BLOCK_SIZE + 2)
+    num_blocks = num_sequences * ((context + max_tokens) // BLOCK_SIZE + 4)  # admission keeps some back
     pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, hash_seed=b"")
     sampler = FixedSampler(vocab_size=VOCAB_SIZE, known_token_ids=np.ones(VOCAB_SIZE, dtype=bool))
     device = Device(num_blocks, sampler)

@@ -98,7 +98,7 @@ def measure_rows(target: ModelRuntime, *, limit_seconds: float) -> list[list[flo
     forward. The first blocks of the KV cache are overwritten. `limit_seconds`: the time for each measurement.
     """
     cache, flush = target.kv_cache, cache_flush(target.model.device)
-    size, num_blocks = cache.block_size, min(cache.num_blocks, *cache.window_blocks)
+    size, num_blocks = cache.block_size, min((cache.num_blocks, *cache.window_blocks))
     states = StateSteps(CONTEXT_TOKENS, 0) if cache.state_slots else None
     per_text = -(-(CONTEXT_TOKENS + MAX_DRAFT_TOKENS + 1) // size)
 

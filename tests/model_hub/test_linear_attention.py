@@ -46,4 +46,4 @@ def test_a_model_with_states_is_no_draft_model(path):
 def test_evicted_states_do_not_move_to_main_memory(path):
     model = load_model(ModelConfig(id=str(path), num_threads=1))
     with pytest.raises(ConfigError, match="does not go with linear attention"):
-        open_host_store(model.make_cache(64, 16, (64,), 8), None, 1 << 20)
+        open_host_store(model.make_cache(64, 16, (64,), 8), None, 1 << 20, max_rows=64)
