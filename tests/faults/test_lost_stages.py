@@ -39,6 +39,7 @@ def staged(tiny_model, tmp_path_factory):
             "model.num_threads=1",
             "model.max_model_len=512",
             "decode_node.draft_rows=all",
+            f"router.no_node_timeout_seconds={START_SECONDS:g}",  # three processes start slowly on a busy machine
         ),
         node_overrides={
             "prefill-0": ("model.pipeline_parallel_size=2",),
