@@ -49,6 +49,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
     def build(emit: Emit) -> PrefillParts:
         from outrider.engine.engine import PromptEngine
         from outrider.engine.graph_shapes import GraphShapes
+        from outrider.engine.ranks.sharded_cache import ShardedKVCache
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
         from outrider.engine_node import end_process, event_loop_clock, open_logged_turns
@@ -59,6 +60,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         from outrider.service.announce import announce_progress
         from prefill_node.node import PrefillParts
         from prefill_node.prefill_loop import PrefillLoop
+        from prefill_node.rank_push import RankPushes
 
         compute = open_model_runtime(
             model_config,
@@ -69,6 +71,8 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             progress=announce_progress,
         )
         model, kv_cache, runner = compute.model, compute.kv_cache, compute.runner
+        if isinstance(kv_cache, ShardedKVCache):
+            RankPushes.prepare(kv_cache.ranks)
         pool = compute.make_pool(config.kv_cache)
         scheduler = Scheduler(
             pool,

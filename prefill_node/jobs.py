@@ -32,7 +32,6 @@ class PushOutcome:
 
     connector: str = ""
     kv_bytes: int = 0
-    first_frame_at: float | None = None
     committed_at: float | None = None
     pushed: tuple[TimedPart, ...] = ()
     error: OutriderError | None = None

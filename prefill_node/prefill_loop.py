@@ -43,8 +43,9 @@ from prefill_node.jobs import (
     PushOutcome,
     Stop,
 )
-from prefill_node.push import KvPush, LayerGroups, add_part
+from prefill_node.push import KvPush, LayerGroups
 from prefill_node.push_slots import PushSlots
+from prefill_node.pushed_parts import add_part
 from prefill_node.statistics import PromptTokens, StepStats
 from prefill_node.task import Chunk, PrefillTask, chunk_rows
 from prefill_node.turn import PrefillTurn

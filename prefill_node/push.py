@@ -11,24 +11,25 @@ import itertools
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.engine.kv_cache.planes import STATE_PLANE, PlaneSpec, find_plane
 from outrider.engine.kv_cache.sequence_kv import GroupTable
-from outrider.engine.ranks.sharded_cache import KVCache
-from outrider.errors import AbortedError, InternalError, OutriderError
+from outrider.engine.ranks.sharded_cache import KVCache, ShardedKVCache
+from outrider.errors import AbortedError, OutriderError
 from outrider.faults import fault_point
 from outrider.kv_transfer.base import MAX_FRAME_BYTES, CommitResult, CommitState, Region, TransferSpec, cut_frames
 from outrider.kv_transfer.config import CUDA_IPC
 from outrider.kv_transfer.connectors import Connector
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.kv_transfer.sender import Sender
-from outrider.prefill import MAX_TIMED_PARTS, TimedPart
+from outrider.prefill import TimedPart
 from outrider.service.telemetry.logging import get_logger
 from prefill_node.jobs import PushOutcome
+from prefill_node.pushed_parts import PushedParts, merge_parts
+from prefill_node.rank_push import RankFrame, RankPush, RankPushes, to_outrider_error
 
 log = get_logger("prefill_node")
 
@@ -96,8 +97,11 @@ class KvPush:
         self._lock = threading.Lock()
         self._sender: Sender | None = None
         self._is_interrupted = False
-        self._first_frame_at: float | None = None
         self._pushed = PushedParts()
+        self._others: RankPushes | None = None
+        if isinstance(kv_cache, ShardedKVCache):
+            task = RankPush(connector.config, connector.security.config, address, spec)
+            self._others = RankPushes(kv_cache.ranks, task)
         self._thread = threading.Thread(target=self._run, name="kv-push", daemon=True)
 
     def start(self) -> None:
@@ -158,7 +162,7 @@ class KvPush:
             fault_point("prefill.before_push")
             sender = self._connector.connect(self._address, self._spec)
         except Exception as error:  # noqa: BLE001 thread boundary: the failure is reported in the outcome
-            self._on_ended(PushOutcome(error=_to_outrider_error(error)))
+            self._on_ended(PushOutcome(error=self._reported(error)))
             return
         with self._lock:
             self._sender = sender
@@ -183,9 +187,7 @@ class KvPush:
         try:
             sender.read(regions, self._blocks.write)
         except Exception as error:  # noqa: BLE001 everything is computed instead
-            log.warning(
-                "the held prefix could not be read; all of it is computed", error=_to_outrider_error(error).message
-            )
+            log.warning("the held prefix could not be read; all of it is computed", error=self._reported(error).message)
             return False
         return True
 
@@ -196,17 +198,19 @@ class KvPush:
         try:
             for item in self._available(sender):
                 self._send(sender, item)
+            others_pushed = () if self._others is None else self._others.settle(sender)
             fault_point("prefill.before_commit")
             self._raise_unless_committed(sender.commit())
             fault_point("prefill.committed")
             committed_at = time.monotonic()
-            pushed = self._pushed.settle(committed_at)
+            pushed = merge_parts([*self._pushed.settle(committed_at), *others_pushed])
         except Exception as failure:  # noqa: BLE001 thread boundary: the failure is reported in the outcome
-            error = _to_outrider_error(failure)
+            error = self._reported(failure)
+            if self._others is not None:
+                self._others.cancel()
         return PushOutcome(
             connector=sender.connector,
             kv_bytes=sender.payload_bytes,
-            first_frame_at=self._first_frame_at,
             committed_at=committed_at,
             pushed=pushed,
             error=error,
@@ -249,13 +253,21 @@ class KvPush:
     def _send(self, sender: Sender, item: _Available) -> None:
         started_at, num_bytes = time.monotonic(), sender.payload_bytes
         for region in self._cut(sender.max_frame_bytes, item.planes, item.layers, item.start_token, item.end_token):
-            read = self._blocks.take if sender.connector == CUDA_IPC else self._blocks.read
-            payload = read(region, item.written)
-            if self._first_frame_at is None:
-                self._first_frame_at = time.monotonic()
-            fault_point("prefill.frame")
-            sender.put(region, payload)
-        self._pushed.add(started_at, sender.payload_bytes - num_bytes, last_frame=sender.num_frames)
+            for rank, part, request in self._blocks.parts(region, item.written):
+                fault_point("prefill.frame")
+                if request is not None and rank:
+                    assert self._others is not None
+                    self._others.put(rank, RankFrame(part, request))
+                    continue
+                read = self._blocks.take if sender.connector == CUDA_IPC else self._blocks.read
+                sender.put(part, read(part, item.written))
+        if num_bytes := sender.payload_bytes - num_bytes:
+            self._pushed.add(started_at, num_bytes, last_frame=sender.num_frames)
+
+    def _reported(self, error: Exception) -> OutriderError:
+        if not isinstance(error, OutriderError):
+            log.error("push failed", error=str(error), exc_info=error)
+        return to_outrider_error(error)
 
     def _cut(
         self, largest: int, planes: Sequence[PlaneSpec], layers: range, start_token: int, end_token: int
@@ -292,59 +304,3 @@ class LayerGroups:
         if (layer + 1) % size and not is_last:
             return None
         return range(layer - layer % size, layer + 1)
-
-
-def add_part(parts: list[TimedPart], part: TimedPart) -> None:
-    """Appends a part, or merges it into the last one if there are already MAX_TIMED_PARTS."""
-    if len(parts) < MAX_TIMED_PARTS:
-        parts.append(part)
-    else:
-        last = parts[-1]
-        parts[-1] = TimedPart(last.start_seconds, max(last.end_seconds, part.end_seconds), last.amount + part.amount)
-
-
-class PushedParts:
-    """The parts that a push has sent, with the times of sending and of acknowledgement on the monotonic clock.
-
-    The push's thread adds parts. Acknowledgements come from another thread, in the order of frames.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._parts: list[TimedPart] = []
-        self._waiting: deque[tuple[int, int]] = deque()  # (index, last frame) of parts that are not acknowledged
-        self._acknowledged = (0, 0.0)  # the newest acknowledged frame, and the time of its acknowledgement
-
-    def add(self, start: float, num_bytes: int, *, last_frame: int) -> None:
-        """Adds a sent part. `last_frame`: the number of its last frame in the push, from 1."""
-        with self._lock:
-            frame, at = self._acknowledged
-            add_part(self._parts, TimedPart(start, at if frame >= last_frame else start, num_bytes))
-            if frame < last_frame:
-                self._waiting.append((len(self._parts) - 1, last_frame))
-
-    def acknowledge(self, frame: int) -> None:
-        """Records that this frame and those before it are acknowledged."""
-        now = time.monotonic()
-        with self._lock:
-            self._acknowledged = (frame, now)
-            self._end(frame, now)
-
-    def settle(self, committed_at: float) -> tuple[TimedPart, ...]:
-        """Returns all parts. Those not yet acknowledged end at the commit, whose answer acknowledges every frame."""
-        with self._lock:
-            if self._waiting:
-                self._end(self._waiting[-1][1], committed_at)
-            return tuple(self._parts)
-
-    def _end(self, frame: int, now: float) -> None:
-        while self._waiting and self._waiting[0][1] <= frame:
-            index, _ = self._waiting.popleft()
-            self._parts[index] = replace(self._parts[index], end_seconds=now)
-
-
-def _to_outrider_error(error: Exception) -> OutriderError:
-    if isinstance(error, OutriderError):
-        return error
-    log.error("push failed", error=str(error), exc_info=error)
-    return InternalError(f"push failed: {error}")

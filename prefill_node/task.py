@@ -173,10 +173,8 @@ class PrefillTask:
         """Returns the figures of the answer after a committed push."""
         assert outcome.committed_at is not None
         assert self.compute_ended_at is not None
-        first_frame_at = outcome.first_frame_at if outcome.first_frame_at is not None else outcome.committed_at
-        exposed_from = self.compute_ended_at
-        if outcome.first_frame_at is not None:
-            exposed_from = max(exposed_from, outcome.first_frame_at)
+        first_frame_at = outcome.pushed[0].start_seconds if outcome.pushed else outcome.committed_at
+        exposed_from = max(self.compute_ended_at, first_frame_at)
         started_at = self.chunks[0].start_seconds if self.chunks else self.compute_ended_at
         arrived_at = self.job.arrived_at
         return PrefillFigures(

@@ -190,8 +190,11 @@ class TransferInbox:
 
     # ---- the connectors' side
 
-    def attach(self, transfer_id: bytes, incarnation: bytes) -> AttachState:
-        """Attaches a sender to its transfer, which can have one sender at a time."""
+    def attach(self, transfer_id: bytes, incarnation: bytes, *, is_part: bool = False) -> AttachState:
+        """Attaches a sender to its transfer, which can have one sender at a time.
+
+        `is_part`: whether the sender only adds frames to those of that sender, and never commits.
+        """
         if incarnation != self.incarnation:
             return AttachState.WRONG_INCARNATION
         transfer = self._find(transfer_id)
@@ -202,9 +205,10 @@ class TransferInbox:
                 return AttachState.ATTACHED  # the sender asks again for the commit's answer
             if transfer.state is not TransferState.OPEN:
                 return AttachState.UNKNOWN
-            if transfer.is_attached:
-                return AttachState.BUSY
-            transfer.is_attached = True
+            if not is_part:
+                if transfer.is_attached:
+                    return AttachState.BUSY
+                transfer.is_attached = True
             return AttachState.ATTACHED
 
     def note_progress(self, transfer_id: bytes) -> None:

@@ -31,10 +31,10 @@ HELLO_SECONDS = 2.0
 class KvReceiver:
     """Receives transfers for one process; their states are in `inbox`.
 
-    Each stream occupies one thread. At most one stream is attached to each transfer that the owner has opened. At most
-    `max_unattached` others may wait, each for `HELLO_SECONDS`; another one displaces the oldest, so that silent or
-    dishonest peers cannot keep honest senders out. Callbacks run in these threads and must be quick: they only put an
-    event into the owner's queue.
+    Each stream occupies one thread. One stream is attached to each transfer that the owner has opened, or one for each
+    process of the sending node. At most `max_unattached` others may wait, each for `HELLO_SECONDS`; another one
+    displaces the oldest, so that silent or dishonest peers cannot keep honest senders out. Callbacks run in these
+    threads and must be quick: they only put an event into the owner's queue.
     """
 
     def __init__(

@@ -61,6 +61,7 @@ class ReceiverStream:
         self._lock = threading.Lock()
         self._end_reason: str | None = None
         self._num_false_hellos = 0
+        self._is_part = False
         self.transfer_id: bytes | None = None  # None until the stream is attached
 
     @property
@@ -111,16 +112,16 @@ class ReceiverStream:
         if connector not in self._readers:
             return KvWelcome(state=_on_wire(AttachState.NOT_OFFERED))
         if self.transfer_id is None:
-            state = self._inbox.attach(hello.transfer_id, hello.incarnation)
+            state = self._inbox.attach(hello.transfer_id, hello.incarnation, is_part=hello.is_part)
             if state is not AttachState.ATTACHED:
                 self._num_false_hellos += 1  # each costs interpreter time, which the node's steps need too
                 if self._num_false_hellos == MAX_FALSE_HELLOS:
                     self.cancel()
                 return KvWelcome(state=_on_wire(state))
             with self._lock:
-                self.transfer_id = hello.transfer_id
+                self.transfer_id, self._is_part = hello.transfer_id, hello.is_part
                 end_reason = self._end_reason
-            if end_reason is not None:  # the stream ended while it was being attached
+            if end_reason is not None and not self._is_part:  # the stream ended while it was being attached
                 self._inbox.fail(hello.transfer_id, end_reason)
         elif hello.transfer_id != self.transfer_id:
             return KvWelcome(state=_on_wire(AttachState.BUSY))  # a stream serves one transfer only
@@ -143,12 +144,12 @@ class ReceiverStream:
         return self._inbox.accept(frame.header, payload)
 
     def break_off(self) -> None:
-        """Handles the end of the stream: fails the transfer unless it was committed. Idempotent."""
+        """Handles the end of the stream: fails the transfer unless it was committed or this is a part. Idempotent."""
         self._end("the stream ended before the commit")
         self._release_arena()
 
     def expire(self) -> None:
-        """Fails the transfer of a sender that has made no progress for too long. Idempotent."""
+        """Ends the stream of a sender that has made no progress for too long, as `break_off` does. Idempotent."""
         self._end("the sender made no progress")
         self.cancel()
 
@@ -162,7 +163,7 @@ class ReceiverStream:
             if self._end_reason is None:
                 self._end_reason = reason
             transfer_id = self.transfer_id
-        if transfer_id is not None:
+        if transfer_id is not None and not self._is_part:  # whoever commits notices that frames are missing
             self._inbox.fail(transfer_id, reason)
 
     def _release_arena(self) -> None:

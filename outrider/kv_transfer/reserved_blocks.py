@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from outrider.engine.kv_cache.base import Slots, slots_of
 from outrider.engine.kv_cache.sequence_kv import GroupTable
-from outrider.engine.ranks.sharded_cache import KVCache
+from outrider.engine.ranks.commands import KvRequest
+from outrider.engine.ranks.sharded_cache import KVCache, ShardedKVCache
 from outrider.kv_transfer.base import Payload, Region
 
 
@@ -59,6 +61,18 @@ class ReservedBlocks:
         """Reads bytes [layers, tokens, heads, head_dim] after the cache's fence `after`; None: reads at once."""
         slots = self._slots_of(region)
         return memoryview(self._kv_cache.read(region.plane, region.layers, slots, after, heads=region.heads))
+
+    def parts(self, region: Region, after: Any) -> Iterator[tuple[int, Region, KvRequest | None]]:
+        """Yields the parts of a region that are in different ranks: the rank, the part, and the request that reads it
+        there after the cache's fence `after`; None if there are no other ranks.
+        """
+        if not isinstance(self._kv_cache, ShardedKVCache):
+            yield 0, region, None
+            return
+        slots = self._slots_of(region)
+        for share, request in self._kv_cache.parts(region.plane, region.layers, slots, region.heads, after):
+            layers, _, heads = share.place
+            yield share.rank, replace(region, layers=region.layers[layers], heads=region.heads[heads]), request
 
     def take(self, region: Region, after: Any) -> Any:
         """Waits for `after`, then returns what `read` reads as DeviceRows, which are still to be copied."""

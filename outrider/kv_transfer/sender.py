@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -121,6 +121,21 @@ class Sender:
     def num_frames(self) -> int:
         """Number of frames that `put` has sent so far."""
         return self._stream.num_frames
+
+    def settle(self) -> dict[Region, int]:
+        """Ends the sending of a part, once the receiver has all its frames. Returns their checksums, by region.
+
+        Raises: PeerLostError, AbortedError.
+        """
+        self._stream.wait_until_acknowledged()
+        self._drain = DrainState.DRAINED
+        self._stream.close()
+        return self._sent
+
+    def include(self, sent: Mapping[Region, int], *, num_bytes: int) -> None:
+        """Includes what another process has settled in the commit."""
+        self._sent.update(sent)
+        self.payload_bytes += num_bytes
 
     def commit(self) -> CommitResult:
         """Commits the transfer and returns the receiver's answer. Idempotent. Raises: PeerLostError, AbortedError."""

@@ -46,11 +46,16 @@ class SenderStream:
         address: str,
         window: SharedWindow,
         config: KvTransferConfig,
+        is_part: bool = False,
     ) -> None:
-        """`window`: limits payload in messages; all streams to the address share it."""
+        """`window`: limits payload in messages; all streams to the address share it.
+
+        `is_part`: whether another stream commits the transfer, see `Connector.connect`.
+        """
         self.address = address
         self._tell_acknowledged: Callable[[int], None] = lambda _frame: None
         self.window = window
+        self._is_part = is_part
         self.keep_alive_seconds = config.keep_alive_seconds
         self._connect_seconds = config.connect_seconds
         self._progress_seconds = config.progress_seconds
@@ -86,6 +91,7 @@ class SenderStream:
             version=WIRE_VERSION,
             transfer_id=spec.transfer_id,
             incarnation=spec.incarnation,
+            is_part=self._is_part,
             **arena,
         )
         self._say(KvSenderMessage(hello=hello))
@@ -159,6 +165,11 @@ class SenderStream:
         """
         self.raise_if_ended()
         self._outgoing.put(PROGRESS if has_progressed else ALIVE)
+
+    def wait_until_acknowledged(self) -> None:
+        """Waits until the receiver has all frames. Raises: PeerLostError, AbortedError."""
+        self._wait(lambda: not self._in_flight, self._progress_seconds, "acknowledged nothing")
+        self.raise_if_ended()
 
     def commit(self, digest: int) -> CommitResult:
         """Requests the commit. The request arrives after all frames, so its answer acknowledges them all.

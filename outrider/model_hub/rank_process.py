@@ -1,6 +1,7 @@
-"""`python -m outrider.model_hub.rank_process COMMANDS KV`: a rank other than 0, started by `outrider.model_hub.ranks`.
+"""`python -m outrider.model_hub.rank_process COMMANDS KV TASKS`: a rank other than 0, which `outrider.model_hub.ranks`
+starts.
 
-Both arguments are file descriptors of sockets to rank 0.
+The arguments are file descriptors of sockets to rank 0.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ def main(argv: Sequence[str]) -> int:
     guard_standard_streams()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the process group gets these too, but rank 0 stops the ranks
-    commands, kv = (socket.socket(fileno=int(descriptor)) for descriptor in argv)
     try:
-        _work(commands, kv)
+        _work(*(socket.socket(fileno=int(descriptor)) for descriptor in argv))
     except RankLostError:
         return 1  # rank 0 has ended, and reports why if it can
     except (ConfigError, ModelError) as error:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _work(commands: socket.socket, kv: socket.socket) -> None:
+def _work(commands: socket.socket, kv: socket.socket, tasks: socket.socket) -> None:
     from outrider.engine.ranks.commands import Stop
     from outrider.engine.ranks.worker import RankWorker
 
@@ -59,6 +59,7 @@ def _work(commands: socket.socket, kv: socket.socket) -> None:
         kv_cache=cache,
         commands=Channel(commands, peer="rank 0", timeout_seconds=start.timeout_seconds),
         kv=Channel(kv, peer="rank 0", timeout_seconds=start.timeout_seconds),
+        tasks=tasks,
         timeout_seconds=start.timeout_seconds,
     ).run()
 

@@ -236,7 +236,7 @@ def _may_be_a_loss(error: Exception) -> bool:
 
 def _spawn(rank: int, *, timeout_seconds: float) -> Member:
     """Starts a process that waits for its `Start`."""
-    ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
+    ours, theirs = zip(*[socket.socketpair() for _ in range(3)], strict=True)
     descriptors = [end.fileno() for end in theirs]
     process = subprocess.Popen(  # noqa: S603 this interpreter, and our own module
         kill_with_parent([*module_command("outrider.model_hub.rank_process"), *map(str, descriptors)]),
@@ -245,8 +245,8 @@ def _spawn(rank: int, *, timeout_seconds: float) -> Member:
     )
     for end in theirs:
         end.close()
-    commands, kv = (Channel(end, peer=f"rank {rank}", timeout_seconds=timeout_seconds) for end in ours)
-    return Member(rank, process, commands, kv)
+    commands, kv = (Channel(end, peer=f"rank {rank}", timeout_seconds=timeout_seconds) for end in ours[:2])
+    return Member(rank, process, commands, kv, ours[2])
 
 
 def _receive(members: Sequence[Member]) -> list[Any]:

@@ -210,8 +210,8 @@ class PeerSecurity:
         self, config: SecurityConfig | None = None, *, on_refused: Callable[[str], None] = lambda _message: None
     ) -> None:
         """`on_refused` is called with the reason if changed files are rejected (see `TlsFiles`)."""
-        self._config = SecurityConfig() if config is None else config
-        self._files = TlsFiles(self._config.tls, on_refused=on_refused) if self._config.tls.is_enabled else None
+        self.config = SecurityConfig() if config is None else config
+        self._files = TlsFiles(self.config.tls, on_refused=on_refused) if self.config.tls.is_enabled else None
 
     @property
     def is_enabled(self) -> bool:
@@ -229,14 +229,14 @@ class PeerSecurity:
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
         """Opens a channel to a service of the cluster at "host:port". Raises: ConfigError."""
-        return open_channel(address, credentials=self._credentials(), server_name=self._config.peer_name)
+        return open_channel(address, credentials=self._credentials(), server_name=self.config.peer_name)
 
     def open_bulk_channel(self, address: str, *, max_message_bytes: int) -> grpc.Channel:
         """Opens a separate connection for payload, for threads without an event loop. Raises: ConfigError."""
         return open_sync_channel(
             address,
             credentials=self._credentials(),
-            server_name=self._config.peer_name,
+            server_name=self.config.peer_name,
             max_message_bytes=max_message_bytes,
             bulk=True,
         )
@@ -252,7 +252,7 @@ class PeerSecurity:
 
     def is_peer(self, auth_context: AuthContext) -> bool:
         """Returns whether a caller is a service of the cluster."""
-        return not self.is_enabled or self._config.peer_name in names_of(auth_context)
+        return not self.is_enabled or self.config.peer_name in names_of(auth_context)
 
     def is_operator(self, auth_context: AuthContext) -> bool:
         """Returns whether a caller may use NodeService as an operator."""
@@ -261,7 +261,7 @@ class PeerSecurity:
     def explain_refusal(self, auth_context: AuthContext) -> str:
         """Returns the error message for a caller that is not a peer."""
         shown = ", ".join(sorted(names_of(auth_context))) or "no name"
-        return f"this call is for services whose certificate has the name {self._config.peer_name}; yours has {shown}"
+        return f"this call is for services whose certificate has the name {self.config.peer_name}; yours has {shown}"
 
 
 PLAINTEXT = PeerSecurity()

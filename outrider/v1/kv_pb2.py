@@ -24,39 +24,39 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14outrider/v1/kv.proto\x12\x0boutrider.v1\"\xcc\x01\n\x0fKvSenderMessage\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.outrider.v1.KvHelloH\x00\x12\x0e\n\x04read\x18\x02 \x01(\x0cH\x00\x12\'\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x15.outrider.v1.KvCommitH\x00\x12\'\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x15.outrider.v1.KvCancelH\x00\x12%\n\x05\x61live\x18\x05 \x01(\x0b\x32\x14.outrider.v1.KvAliveH\x00\x42\t\n\x07message\"\xfd\x01\n\x11KvReceiverMessage\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.outrider.v1.KvWelcomeH\x00\x12!\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x12.outrider.v1.KvAckH\x00\x12*\n\x08not_held\x18\x03 \x01(\x0b\x32\x16.outrider.v1.KvNotHeldH\x00\x12\x34\n\rcommit_answer\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.KvCommitAnswerH\x00\x12-\n\tcancelled\x18\x05 \x01(\x0b\x32\x18.outrider.v1.KvCancelledH\x00\x42\t\n\x07message\"\x87\x01\n\x07KvHello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12\x10\n\x08\x61rena_id\x18\x04 \x01(\x0c\x12\x13\n\x0b\x61rena_bytes\x18\x05 \x01(\x04\x12\x1a\n\x12\x61rena_is_on_device\x18\x06 \x01(\x08\"E\n\tKvWelcome\x12)\n\x05state\x18\x01 \x01(\x0e\x32\x1a.outrider.v1.KvAttachState\x12\r\n\x05nonce\x18\x02 \x01(\x0c\"J\n\x05KvAck\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12/\n\x0b\x64isposition\x18\x02 \x01(\x0e\x32\x1a.outrider.v1.KvDisposition\"\x0b\n\tKvNotHeld\"\x1a\n\x08KvCommit\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x06\"S\n\x0eKvCommitAnswer\x12)\n\x05state\x18\x01 \x01(\x0e\x32\x1a.outrider.v1.KvCommitState\x12\x16\n\x0e\x63omplete_until\x18\x02 \x01(\r\"\n\n\x08KvCancel\"!\n\x0bKvCancelled\x12\x12\n\nis_drained\x18\x01 \x01(\x08\"!\n\x07KvAlive\x12\x16\n\x0ehas_progressed\x18\x01 \x01(\x08*\xcd\x01\n\rKvAttachState\x12\x1f\n\x1bKV_ATTACH_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18KV_ATTACH_STATE_ATTACHED\x10\x01\x12\x1b\n\x17KV_ATTACH_STATE_UNKNOWN\x10\x02\x12%\n!KV_ATTACH_STATE_WRONG_INCARNATION\x10\x03\x12\x18\n\x14KV_ATTACH_STATE_BUSY\x10\x04\x12\x1f\n\x1bKV_ATTACH_STATE_NOT_OFFERED\x10\x05*\xfc\x01\n\rKvDisposition\x12\x1e\n\x1aKV_DISPOSITION_UNSPECIFIED\x10\x00\x12\x1a\n\x16KV_DISPOSITION_WRITTEN\x10\x01\x12\x1c\n\x18KV_DISPOSITION_DUPLICATE\x10\x02\x12\x18\n\x14KV_DISPOSITION_STALE\x10\x03\x12\x1a\n\x16KV_DISPOSITION_CORRUPT\x10\x04\x12 \n\x1cKV_DISPOSITION_OUT_OF_BOUNDS\x10\x05\x12\x1e\n\x1aKV_DISPOSITION_CONFLICTING\x10\x06\x12\x19\n\x15KV_DISPOSITION_FAILED\x10\x07*\x8c\x01\n\rKvCommitState\x12\x1f\n\x1bKV_COMMIT_STATE_UNSPECIFIED\x10\x00\x12\x1d\n\x19KV_COMMIT_STATE_COMMITTED\x10\x01\x12\x1e\n\x1aKV_COMMIT_STATE_INCOMPLETE\x10\x02\x12\x1b\n\x17KV_COMMIT_STATE_UNKNOWN\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14outrider/v1/kv.proto\x12\x0boutrider.v1\"\xcc\x01\n\x0fKvSenderMessage\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.outrider.v1.KvHelloH\x00\x12\x0e\n\x04read\x18\x02 \x01(\x0cH\x00\x12\'\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x15.outrider.v1.KvCommitH\x00\x12\'\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x15.outrider.v1.KvCancelH\x00\x12%\n\x05\x61live\x18\x05 \x01(\x0b\x32\x14.outrider.v1.KvAliveH\x00\x42\t\n\x07message\"\xfd\x01\n\x11KvReceiverMessage\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.outrider.v1.KvWelcomeH\x00\x12!\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x12.outrider.v1.KvAckH\x00\x12*\n\x08not_held\x18\x03 \x01(\x0b\x32\x16.outrider.v1.KvNotHeldH\x00\x12\x34\n\rcommit_answer\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.KvCommitAnswerH\x00\x12-\n\tcancelled\x18\x05 \x01(\x0b\x32\x18.outrider.v1.KvCancelledH\x00\x42\t\n\x07message\"\x98\x01\n\x07KvHello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12\x10\n\x08\x61rena_id\x18\x04 \x01(\x0c\x12\x13\n\x0b\x61rena_bytes\x18\x05 \x01(\x04\x12\x1a\n\x12\x61rena_is_on_device\x18\x06 \x01(\x08\x12\x0f\n\x07is_part\x18\x07 \x01(\x08\"E\n\tKvWelcome\x12)\n\x05state\x18\x01 \x01(\x0e\x32\x1a.outrider.v1.KvAttachState\x12\r\n\x05nonce\x18\x02 \x01(\x0c\"J\n\x05KvAck\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12/\n\x0b\x64isposition\x18\x02 \x01(\x0e\x32\x1a.outrider.v1.KvDisposition\"\x0b\n\tKvNotHeld\"\x1a\n\x08KvCommit\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x06\"S\n\x0eKvCommitAnswer\x12)\n\x05state\x18\x01 \x01(\x0e\x32\x1a.outrider.v1.KvCommitState\x12\x16\n\x0e\x63omplete_until\x18\x02 \x01(\r\"\n\n\x08KvCancel\"!\n\x0bKvCancelled\x12\x12\n\nis_drained\x18\x01 \x01(\x08\"!\n\x07KvAlive\x12\x16\n\x0ehas_progressed\x18\x01 \x01(\x08*\xcd\x01\n\rKvAttachState\x12\x1f\n\x1bKV_ATTACH_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18KV_ATTACH_STATE_ATTACHED\x10\x01\x12\x1b\n\x17KV_ATTACH_STATE_UNKNOWN\x10\x02\x12%\n!KV_ATTACH_STATE_WRONG_INCARNATION\x10\x03\x12\x18\n\x14KV_ATTACH_STATE_BUSY\x10\x04\x12\x1f\n\x1bKV_ATTACH_STATE_NOT_OFFERED\x10\x05*\xfc\x01\n\rKvDisposition\x12\x1e\n\x1aKV_DISPOSITION_UNSPECIFIED\x10\x00\x12\x1a\n\x16KV_DISPOSITION_WRITTEN\x10\x01\x12\x1c\n\x18KV_DISPOSITION_DUPLICATE\x10\x02\x12\x18\n\x14KV_DISPOSITION_STALE\x10\x03\x12\x1a\n\x16KV_DISPOSITION_CORRUPT\x10\x04\x12 \n\x1cKV_DISPOSITION_OUT_OF_BOUNDS\x10\x05\x12\x1e\n\x1aKV_DISPOSITION_CONFLICTING\x10\x06\x12\x19\n\x15KV_DISPOSITION_FAILED\x10\x07*\x8c\x01\n\rKvCommitState\x12\x1f\n\x1bKV_COMMIT_STATE_UNSPECIFIED\x10\x00\x12\x1d\n\x19KV_COMMIT_STATE_COMMITTED\x10\x01\x12\x1e\n\x1aKV_COMMIT_STATE_INCOMPLETE\x10\x02\x12\x1b\n\x17KV_COMMIT_STATE_UNKNOWN\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.kv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVATTACHSTATE']._serialized_start=994
-  _globals['_KVATTACHSTATE']._serialized_end=1199
-  _globals['_KVDISPOSITION']._serialized_start=1202
-  _globals['_KVDISPOSITION']._serialized_end=1454
-  _globals['_KVCOMMITSTATE']._serialized_start=1457
-  _globals['_KVCOMMITSTATE']._serialized_end=1597
+  _globals['_KVATTACHSTATE']._serialized_start=1011
+  _globals['_KVATTACHSTATE']._serialized_end=1216
+  _globals['_KVDISPOSITION']._serialized_start=1219
+  _globals['_KVDISPOSITION']._serialized_end=1471
+  _globals['_KVCOMMITSTATE']._serialized_start=1474
+  _globals['_KVCOMMITSTATE']._serialized_end=1614
   _globals['_KVSENDERMESSAGE']._serialized_start=38
   _globals['_KVSENDERMESSAGE']._serialized_end=242
   _globals['_KVRECEIVERMESSAGE']._serialized_start=245
   _globals['_KVRECEIVERMESSAGE']._serialized_end=498
   _globals['_KVHELLO']._serialized_start=501
-  _globals['_KVHELLO']._serialized_end=636
-  _globals['_KVWELCOME']._serialized_start=638
-  _globals['_KVWELCOME']._serialized_end=707
-  _globals['_KVACK']._serialized_start=709
-  _globals['_KVACK']._serialized_end=783
-  _globals['_KVNOTHELD']._serialized_start=785
-  _globals['_KVNOTHELD']._serialized_end=796
-  _globals['_KVCOMMIT']._serialized_start=798
-  _globals['_KVCOMMIT']._serialized_end=824
-  _globals['_KVCOMMITANSWER']._serialized_start=826
-  _globals['_KVCOMMITANSWER']._serialized_end=909
-  _globals['_KVCANCEL']._serialized_start=911
-  _globals['_KVCANCEL']._serialized_end=921
-  _globals['_KVCANCELLED']._serialized_start=923
-  _globals['_KVCANCELLED']._serialized_end=956
-  _globals['_KVALIVE']._serialized_start=958
-  _globals['_KVALIVE']._serialized_end=991
+  _globals['_KVHELLO']._serialized_end=653
+  _globals['_KVWELCOME']._serialized_start=655
+  _globals['_KVWELCOME']._serialized_end=724
+  _globals['_KVACK']._serialized_start=726
+  _globals['_KVACK']._serialized_end=800
+  _globals['_KVNOTHELD']._serialized_start=802
+  _globals['_KVNOTHELD']._serialized_end=813
+  _globals['_KVCOMMIT']._serialized_start=815
+  _globals['_KVCOMMIT']._serialized_end=841
+  _globals['_KVCOMMITANSWER']._serialized_start=843
+  _globals['_KVCOMMITANSWER']._serialized_end=926
+  _globals['_KVCANCEL']._serialized_start=928
+  _globals['_KVCANCEL']._serialized_end=938
+  _globals['_KVCANCELLED']._serialized_start=940
+  _globals['_KVCANCELLED']._serialized_end=973
+  _globals['_KVALIVE']._serialized_start=975
+  _globals['_KVALIVE']._serialized_end=1008
 # @@protoc_insertion_point(module_scope)

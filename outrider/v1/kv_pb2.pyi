@@ -80,20 +80,22 @@ class KvReceiverMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[KvWelcome, _Mapping]] = ..., ack: _Optional[_Union[KvAck, _Mapping]] = ..., not_held: _Optional[_Union[KvNotHeld, _Mapping]] = ..., commit_answer: _Optional[_Union[KvCommitAnswer, _Mapping]] = ..., cancelled: _Optional[_Union[KvCancelled, _Mapping]] = ...) -> None: ...
 
 class KvHello(_message.Message):
-    __slots__ = ("version", "transfer_id", "incarnation", "arena_id", "arena_bytes", "arena_is_on_device")
+    __slots__ = ("version", "transfer_id", "incarnation", "arena_id", "arena_bytes", "arena_is_on_device", "is_part")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
     ARENA_IS_ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    IS_PART_FIELD_NUMBER: _ClassVar[int]
     version: int
     transfer_id: bytes
     incarnation: bytes
     arena_id: bytes
     arena_bytes: int
     arena_is_on_device: bool
-    def __init__(self, version: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., incarnation: _Optional[bytes] = ..., arena_id: _Optional[bytes] = ..., arena_bytes: _Optional[int] = ..., arena_is_on_device: bool = ...) -> None: ...
+    is_part: bool
+    def __init__(self, version: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., incarnation: _Optional[bytes] = ..., arena_id: _Optional[bytes] = ..., arena_bytes: _Optional[int] = ..., arena_is_on_device: bool = ..., is_part: bool = ...) -> None: ...
 
 class KvWelcome(_message.Message):
     __slots__ = ("state", "nonce")

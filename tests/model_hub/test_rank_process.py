@@ -31,12 +31,12 @@ START = Start(
 def test_a_rank_that_is_told_to_stop_while_the_node_starts_just_ends(monkeypatch, told):
     """This happens, for example, if a node finds that its cache is too large, and reports that."""
     monkeypatch.setattr(rank_process, "open_shard", lambda _: SimpleNamespace(room=7))
-    (commands, far), (kv, far_kv) = socket.socketpair(), socket.socketpair()
+    (commands, far), (kv, far_kv), (tasks, far_tasks) = (socket.socketpair() for _ in range(3))
     rank_0 = Channel(far, peer="rank 1", timeout_seconds=PATIENCE_SECONDS)
     for message in (*told, Stop()):
         rank_0.send(message)
-    with commands, kv, far_kv:
-        rank_process._work(commands, kv)
+    with commands, kv, far_kv, tasks, far_tasks:
+        rank_process._work(commands, kv, tasks)
         answers = [rank_0.receive(begins_within_seconds=PATIENCE_SECONDS) for _ in range(2 * len(told))]
     rank_0.close()
     assert answers == [None, 7][: 2 * len(told)]

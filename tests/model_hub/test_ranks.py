@@ -198,10 +198,10 @@ class StartUp:
 
     def spawn(self, rank, *, timeout_seconds):
         self.processes.append(subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(1)"]))
-        ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
+        ours, theirs = zip(*[socket.socketpair() for _ in range(3)], strict=True)
         self.far_ends += theirs
-        channels = [Channel(end, peer=f"rank {rank}", timeout_seconds=timeout_seconds) for end in ours]
-        return Member(rank, self.processes[-1], *channels)
+        channels = [Channel(end, peer=f"rank {rank}", timeout_seconds=timeout_seconds) for end in ours[:2]]
+        return Member(rank, self.processes[-1], *channels, ours[2])
 
 
 @RANKS_ON_CPU

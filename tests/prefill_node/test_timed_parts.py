@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from outrider.prefill import MAX_TIMED_PARTS, TimedPart
-from prefill_node.push import PushedParts, add_part
+from prefill_node.pushed_parts import PushedParts, add_part
 
 
 def test_what_there_is_no_room_for_is_added_to_the_last_part():

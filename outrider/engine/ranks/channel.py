@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import select
 import socket
 import struct
 from typing import Any
@@ -62,6 +63,10 @@ class Channel:
             return pickle.loads(self._read(length))  # noqa: S301 from a process of this node, see above
         except (OSError, EOFError) as error:
             raise self._lost("sends nothing", error) from error
+
+    def has_message(self, seconds: float) -> bool:
+        """Waits at most this long for a message or the end of the channel. Returns whether `receive` will not wait."""
+        return bool(select.select([self._end], [], [], seconds)[0])
 
     def close(self) -> None:
         """Closes this end, which the peer notices. Idempotent."""

@@ -1,14 +1,17 @@
-"""Messages from rank 0 to the other ranks: commands, which are numbered from 1, and KV requests, which are not."""
+"""Messages from rank 0 to other ranks: commands, which are numbered from 1; KV requests and tasks, which are not."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.engine.input_batch import InputBatch
+from outrider.engine.kv_cache.base import Bytes
+from outrider.engine.ranks.channel import Channel
 
 
 class CommandMark(NamedTuple):
@@ -63,3 +66,13 @@ class KvRefused:
     """The answer to a request that does not fit the cache, that failed, or whose mark was not reached in time."""
 
     message: str
+
+
+class RankTask(Protocol):
+    """Work for a thread of another rank. It is sent pickled, so the rank imports the module that defines it."""
+
+    def run(self, read: Callable[[KvRequest], Bytes], channel: Channel) -> None:
+        """Does the work. `read`: does what a KvRequest without payload asks for, and raises InternalError if it cannot.
+
+        `channel`: to the caller of `RankGroup.start`. It closes when `run` returns.
+        """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import threading
 import time
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from outrider.engine.ranks.channel import Channel, RankLostError
-from outrider.engine.ranks.commands import Command, CommandMark, KvRefused, KvRequest, Stop
+from outrider.engine.ranks.commands import Command, CommandMark, KvRefused, KvRequest, RankTask, Stop
 from outrider.errors import InternalError
 
 STOP_SECONDS = 5.0
@@ -28,6 +29,7 @@ class Member:
     process: subprocess.Popen[bytes]
     commands: Channel
     kv: Channel
+    tasks: socket.socket  # for the descriptors of channels to tasks
     kv_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def loss(self) -> RankLostError | None:
@@ -42,7 +44,7 @@ class RankGroup:
     """The other ranks of a node. Within the group's context, threads watch them; outside it, a lost rank is noticed
     only when a command or request is sent to it.
 
-    `running` and `layer_done` belong to the engine thread; any thread may call `ask` and read `reached`.
+    `running` and `layer_done` belong to the engine thread; any thread may call `ask` and `start` and read `reached`.
     """
 
     def __init__(
@@ -121,6 +123,34 @@ class RankGroup:
             raise InternalError(f"rank {rank}: {answer.message}")
         return answer
 
+    # ---- tasks
+
+    def start(self, rank: int, task: RankTask) -> Channel:
+        """Starts a task in a rank other than 0. Returns the channel to it. Raises: RankLostError."""
+        ours, theirs = socket.socketpair()
+        channel = Channel(ours, peer=f"rank {rank}", timeout_seconds=self._answer_seconds)
+        try:
+            with theirs:
+                socket.send_fds(self.members[rank - 1].tasks, [b"\0"], [theirs.fileno()])
+            channel.send(task)
+        except OSError as error:
+            channel.close()
+            raise RankLostError(f"rank {rank} starts no task: {error}") from error
+        return channel
+
+    def take_answer(self, rank: int, channel: Channel) -> Any:
+        """Receives a task's last message, and closes the channel.
+
+        Raises: RankLostError, after killing the rank, if nothing arrives, because the task may still read KV.
+        """
+        try:
+            return channel.receive(begins_within_seconds=self._answer_seconds)
+        except RankLostError:
+            self.members[rank - 1].process.kill()
+            raise
+        finally:
+            channel.close()
+
     # ---- life
 
     def raise_if_lost(self, cause: Exception) -> None:
@@ -167,4 +197,5 @@ class RankGroup:
                 member.process.wait()
             member.commands.close()
             member.kv.close()
+            member.tasks.close()
         self._release()

@@ -78,7 +78,7 @@ class ShardedKVCache:
     ) -> None:
         """`local`: rank 0's cache. `whole`, `layers`: in a pipeline, the whole model and each rank's layers of it."""
         self.local = local
-        self._ranks = ranks
+        self.ranks = ranks
         self._layers = layers
         self.num_blocks = local.num_blocks
         self.window_blocks = local.window_blocks
@@ -97,7 +97,7 @@ class ShardedKVCache:
     def head_ranges(self, plane: str) -> tuple[range, ...]:
         """Returns the heads that are in different ranks, in order."""
         spec = find_plane(self.planes, plane)
-        return split_heads(spec.num_heads, 1 if spec.is_feature or self._layers else self._ranks.size)
+        return split_heads(spec.num_heads, 1 if spec.is_feature or self._layers else self.ranks.size)
 
     def _shares(self, plane: PlaneSpec, layers: range, slots: Slots, heads: range) -> Iterator[tuple[Share, Slots]]:
         """Yields the parts of a range, with their slots. Raises: InternalError if the range is outside the cache."""
@@ -121,7 +121,7 @@ class ShardedKVCache:
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:
-            with self._ranks.running(MoveSlots(tuple(pairs))):
+            with self.ranks.running(MoveSlots(tuple(pairs))):
                 self.local.move_slots(pairs)
 
     def save_block(self, plane: str, block_id: int, row: Bytes) -> None:
@@ -136,7 +136,14 @@ class ShardedKVCache:
         return np.arange(block_id * self.block_size, (block_id + 1) * self.block_size)
 
     def fence(self) -> RankFence:
-        return RankFence(self._ranks.reached, self.local.fence())
+        return RankFence(self.ranks.reached, self.local.fence())
+
+    def parts(
+        self, plane: str, layers: range, slots: Slots, heads: range, after: RankFence
+    ) -> Iterator[tuple[Share, KvRequest]]:
+        """Yields what each rank has of a range, and the request that reads it there. Raises: InternalError."""
+        for share, own in self._shares(find_plane(self.planes, plane), layers, slots, heads):
+            yield share, KvRequest(plane=plane, layers=share.layers, slots=own, heads=share.heads, after=after.mark)
 
     def read(
         self, plane: str, layers: range, slots: Slots, after: RankFence | None = None, *, heads: range | None = None
@@ -146,13 +153,12 @@ class ShardedKVCache:
         heads = spec.checked_heads(heads)
         fence = after or self.fence()
         cells = np.empty((len(layers), slots.size, len(heads) * spec.bytes_per_head), dtype=np.uint8)
-        for share, own in self._shares(spec, layers, slots, heads):
+        for share, request in self.parts(plane, layers, slots, heads, fence):
             if share.rank == 0:
-                part = self.local.read(plane, share.layers, own, fence.local, heads=share.heads)
+                part = self.local.read(plane, share.layers, request.slots, fence.local, heads=share.heads)
             else:
-                request = KvRequest(plane=plane, layers=share.layers, slots=own, heads=share.heads, after=fence.mark)
-                part = np.frombuffer(self._ranks.ask(share.rank, request), dtype=np.uint8)
-            cells[self._bytes_at(share, spec)] = part.reshape(len(share.layers), own.size, -1)
+                part = np.frombuffer(self.ranks.ask(share.rank, request), dtype=np.uint8)
+            cells[self._bytes_at(share, spec)] = part.reshape(len(share.layers), request.slots.size, -1)
         return cells.reshape(-1)
 
     def _bytes_at(self, share: Share, plane: PlaneSpec) -> tuple[slice, slice | Slots, slice]:
@@ -182,15 +188,12 @@ class ShardedKVCache:
             return
         cells = np.frombuffer(view, dtype=np.uint8).reshape(len(layers), slots.size, -1)
         fence = after or self.fence()
-        for share, own in self._shares(spec, layers, slots, heads):
+        for share, request in self.parts(plane, layers, slots, heads, fence):
             part = cells[self._bytes_at(share, spec)].tobytes()
             if share.rank == 0:
-                self.local.write(plane, share.layers, own, part, fence.local, heads=share.heads)
+                self.local.write(plane, share.layers, request.slots, part, fence.local, heads=share.heads)
             else:
-                request = KvRequest(
-                    plane=plane, layers=share.layers, slots=own, heads=share.heads, after=fence.mark, payload=part
-                )
-                self._ranks.ask(share.rank, request)
+                self.ranks.ask(share.rank, replace(request, payload=part))
 
 
 class DividedKVCache(ShardedKVCache):
@@ -227,7 +230,7 @@ class DividedKVCache(ShardedKVCache):
             rank = source // size
             assert rank == destination // size, "a sequence has all its blocks in one rank"
             moves[rank].append((source % size, destination % size))
-        with self._ranks.running(*(MoveSlots(tuple(own)) for own in moves[1:])):
+        with self.ranks.running(*(MoveSlots(tuple(own)) for own in moves[1:])):
             self.local.move_slots(moves[0])
 
 

@@ -1,7 +1,8 @@
-"""A rank other than 0: runs rank 0's commands, and serves reads and writes of its KV."""
+"""A rank other than 0: runs rank 0's commands and tasks, and serves reads and writes of its KV."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from outrider.engine.ranks.commands import (
     KvRefused,
     KvRequest,
     MoveSlots,
+    RankTask,
     RenewCopies,
     Step,
     Stop,
@@ -22,6 +24,7 @@ from outrider.engine.ranks.commands import (
 from outrider.errors import InternalError
 
 if TYPE_CHECKING:
+    from outrider.engine.kv_cache.base import Bytes
     from outrider.engine.kv_cache.paged_cache import PagedKVCache
     from outrider.engine.runner_base import ModelRunner
 
@@ -51,22 +54,31 @@ class RankProgress:
 
 
 class RankWorker:
-    """A rank's work: steps in the caller's thread, and KV requests in a second thread."""
+    """A rank's work: steps in the caller's thread, KV requests in a second thread, and each task in one of its own."""
 
     def __init__(
-        self, *, runner: ModelRunner, kv_cache: PagedKVCache, commands: Channel, kv: Channel, timeout_seconds: float
+        self,
+        *,
+        runner: ModelRunner,
+        kv_cache: PagedKVCache,
+        commands: Channel,
+        kv: Channel,
+        tasks: socket.socket,
+        timeout_seconds: float,
     ) -> None:
         """`kv_cache`: this rank's own. `timeout_seconds`: how long a request may wait for commands."""
         self._runner = runner
         self._kv_cache = kv_cache
         self._commands = commands
         self._kv = kv
+        self._tasks = tasks
         self._timeout_seconds = timeout_seconds
         self._progress = RankProgress()
 
     def run(self) -> None:
         """Runs until rank 0 sends Stop. Raises: RankLostError if rank 0 is gone, and any error of a step."""
         threading.Thread(target=self._serve_kv, name="rank-kv", daemon=True).start()
+        threading.Thread(target=self._serve_tasks, name="rank-tasks", daemon=True).start()
         while True:
             command: Command = self._commands.receive(begins_within_seconds=None)
             match command:
@@ -85,8 +97,7 @@ class RankWorker:
             self._progress.command_done()
 
     def _serve_kv(self) -> None:
-        if device_type(self._kv_cache.device) == "cuda":
-            torch.cuda.set_device(self._kv_cache.device)  # by default, a new thread uses the first GPU
+        self._use_device()
         try:
             while True:
                 request: KvRequest = self._kv.receive(begins_within_seconds=None)
@@ -94,17 +105,47 @@ class RankWorker:
         except RankLostError:
             return  # rank 0 is gone; the thread of `run` notices it too
 
+    def _use_device(self) -> None:
+        if device_type(self._kv_cache.device) == "cuda":
+            torch.cuda.set_device(self._kv_cache.device)  # by default, a new thread uses the first GPU
+
     def _answer(self, request: KvRequest) -> bytes | KvRefused | None:
-        if not self._progress.wait_for(request.after, self._timeout_seconds):
-            return KvRefused(f"the rank did not reach {request.after} within {self._timeout_seconds:g} s")
-        cache, slots = self._kv_cache, request.slots
         try:
             if request.payload is None:
-                # On a GPU, the read runs after all work queued so far, which includes the layers up to `request.after`.
-                return cache.read(request.plane, request.layers, slots, heads=request.heads).tobytes()
-            cache.write(request.plane, request.layers, slots, request.payload, heads=request.heads)
+                return self._read(request).tobytes()
+            self._wait_for(request.after)
+            self._kv_cache.write(request.plane, request.layers, request.slots, request.payload, heads=request.heads)
         except InternalError as error:
             return KvRefused(error.message)
         except Exception as error:  # noqa: BLE001 process boundary: rank 0 reports it
             return KvRefused(f"{type(error).__name__}: {error}")
         return None
+
+    def _read(self, request: KvRequest) -> Bytes:
+        """Returns what the request asks for. Raises: InternalError."""
+        self._wait_for(request.after)
+        # On a GPU, the read runs after all work queued so far, which includes the layers up to `request.after`.
+        return self._kv_cache.read(request.plane, request.layers, request.slots, heads=request.heads)
+
+    def _wait_for(self, mark: CommandMark) -> None:
+        if not self._progress.wait_for(mark, self._timeout_seconds):
+            raise InternalError(f"the rank did not reach {mark} within {self._timeout_seconds:g} s")
+
+    def _serve_tasks(self) -> None:
+        while True:
+            _, descriptors, _, _ = socket.recv_fds(self._tasks, 1, 1)
+            if not descriptors:
+                return  # rank 0 is gone
+            end = socket.socket(fileno=descriptors[0])
+            channel = Channel(end, peer="rank 0", timeout_seconds=self._timeout_seconds)
+            threading.Thread(target=self._run_task, args=(channel,), name="rank-task", daemon=True).start()
+
+    def _run_task(self, channel: Channel) -> None:
+        self._use_device()
+        try:
+            task: RankTask = channel.receive(begins_within_seconds=self._timeout_seconds)
+            task.run(self._read, channel)
+        except RankLostError:
+            return  # rank 0 is gone
+        finally:
+            channel.close()

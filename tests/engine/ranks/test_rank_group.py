@@ -26,13 +26,13 @@ class Rig:
         self.lost = queue.SimpleQueue()
         self.released = []
         self.process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
-        (ours, self.far), (kv, self.far_kv) = socket.socketpair(), socket.socketpair()
+        (ours, self.far), (kv, self.far_kv), (tasks, self.far_tasks) = (socket.socketpair() for _ in range(3))
         commands, kv = (Channel(end, peer="rank 1", timeout_seconds=PATIENCE_SECONDS) for end in (ours, kv))
         self.commands = Channel(self.far, peer="rank 0", timeout_seconds=PATIENCE_SECONDS)
         self.group = RankGroup(
             answer_seconds=PATIENCE_SECONDS, on_lost=self.lost.put, release=lambda: self.released.append(True)
         )
-        self.group.add(Member(1, self.process, commands, kv))
+        self.group.add(Member(1, self.process, commands, kv, tasks))
 
     def receive(self):
         return self.commands.receive(begins_within_seconds=PATIENCE_SECONDS)

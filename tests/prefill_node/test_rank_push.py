@@ -1,0 +1,311 @@
+"""Pushes from a node with several ranks, here threads, to a real receiver: each rank sends what it holds."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import threading
+
+import numpy as np
+import pytest
+
+from outrider.engine.kv_cache.base import slots_of
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.ranks.channel import Channel, RankLostError
+from outrider.engine.ranks.sharded_cache import DividedKVCache
+from outrider.errors import AbortedError, PeerLostError
+from outrider.kv_transfer.base import TransferSpec
+from outrider.kv_transfer.config import KvTransferConfig
+from outrider.kv_transfer.connectors import Connector
+from outrider.kv_transfer.receiver import KvReceiver
+from outrider.kv_transfer.receiver_stream import ReceiverStream
+from outrider.kv_transfer.reserved_blocks import ReservedBlocks
+from outrider.kv_transfer.sender import Sender
+from outrider.rpc.tls import SecurityConfig
+from prefill_node.push import KvPush
+from prefill_node.rank_push import End, RankPush, RankPushed, RankPushes
+from tests.support.kv_messages import encode_hello
+from tests.support.waiting import PATIENCE_SECONDS, wait_for
+from tests.support.worker_ranks import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, Ranks
+
+NUM_TOKENS = 2 * BLOCK_SIZE + 3
+INCARNATION = b"r" * 16
+SHAPES = {
+    "heads": lambda: Ranks(2),
+    "layers": lambda: Ranks(2, [range(1, 2), range(1)]),
+    "blocks": lambda: Ranks(2, [range(NUM_LAYERS)] * 2, features=()),
+}
+BLOCK_IDS = {"heads": [4, 1, 2], "layers": [4, 1, 2], "blocks": [NUM_BLOCKS + 4, NUM_BLOCKS + 1, NUM_BLOCKS + 2]}
+
+
+class Rig:
+    """Ranks with random KV, a receiver with a cache of its own, and the connector of rank 0."""
+
+    def __init__(self, shape, connector):
+        self.ranks = SHAPES[shape]()
+        if shape == "blocks":
+            self.ranks.cache = DividedKVCache(self.ranks.caches[0], self.ranks.group)
+        self.cache, self.block_ids = self.ranks.cache, BLOCK_IDS[shape]
+        for cache in self.ranks.caches:
+            for plane in cache.planes:
+                for layer in cache.layers(plane.name):
+                    layer.normal_()
+        self.theirs = PagedKVCache(self.cache.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+        self.failed, self.completed, self.streams = {}, {}, []
+        self.receiver = KvReceiver(
+            incarnation=INCARNATION,
+            host="127.0.0.1",
+            on_complete=self.completed.__setitem__,
+            on_failed=self.failed.__setitem__,
+            connectors=(connector,),
+        )
+        self.address = f"127.0.0.1:{self.receiver.start()}"
+        self.connector = Connector(KvTransferConfig(connector=connector))
+        self.outcomes = queue.SimpleQueue()
+
+    def spec(self, *, is_open=True):
+        spec = TransferSpec(
+            transfer_id=os.urandom(16),
+            incarnation=INCARNATION,
+            start_token=0,
+            end_token=NUM_TOKENS,
+            planes=self.cache.planes,
+        )
+        if is_open:
+            self.receiver.inbox.open(spec, ReservedBlocks(self.theirs, [0, 1, 2]))
+        return spec
+
+    def push(self, spec, layers=range(NUM_LAYERS), *, finishes=True):
+        """Starts a push and offers these layers and the features."""
+        push = KvPush(
+            connector=self.connector,
+            kv_cache=self.cache,
+            address=self.address,
+            spec=spec,
+            block_ids=self.block_ids,
+            on_ended=self.outcomes.put,
+        )
+        push.start()
+        for layer in layers:
+            push.offer(range(layer, layer + 1), 0, NUM_TOKENS)
+        push.offer(None, 0, NUM_TOKENS)
+        if finishes:
+            push.finish()
+        return push
+
+    def outcome(self):
+        return self.outcomes.get(timeout=PATIENCE_SECONDS)
+
+    def assert_equal(self):
+        for plane in self.cache.planes:
+            layers = range(plane.num_layers)
+            sent = self.cache.read(plane.name, layers, slots_of(self.block_ids, NUM_TOKENS, BLOCK_SIZE))
+            assert np.array_equal(self.theirs.read(plane.name, layers, np.arange(NUM_TOKENS)), sent)
+
+    def close(self):
+        self.ranks.close()
+        self.connector.close()
+        self.receiver.stop()
+
+
+@pytest.fixture(params=["grpc", "shared_memory"])
+def connector(request):
+    return request.param
+
+
+@pytest.fixture(params=sorted(SHAPES))
+def rig(request, connector):
+    rig = Rig(request.param, connector)
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def stages():
+    rig = Rig("layers", "grpc")
+    yield rig
+    rig.close()
+
+
+def test_each_rank_sends_what_it_holds(rig, monkeypatch):
+    senders, put = {}, Sender.put
+
+    def record(sender, region, payload):
+        senders.setdefault(sender, []).append(region)
+        put(sender, region, payload)
+
+    monkeypatch.setattr(Sender, "put", record)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.ranks.group, "ask", None)  # no KV passes through rank 0
+        spec = rig.spec()
+        rig.push(spec)
+        outcome = rig.outcome()
+    assert outcome.error is None
+    rig.assert_equal()
+    num_bytes = sum(plane.bytes_per_token for plane in rig.cache.planes) * NUM_TOKENS
+    assert outcome.kv_bytes == sum(part.amount for part in outcome.pushed) == num_bytes
+    assert rig.completed[spec.transfer_id].payload_bytes == num_bytes
+    assert [part.start_seconds for part in outcome.pushed] == sorted(part.start_seconds for part in outcome.pushed)
+    assert all(part.end_seconds <= outcome.committed_at for part in outcome.pushed)
+    num_other = 1 if rig.block_ids[0] >= NUM_BLOCKS else 2  # rank 0 has nothing to send if it has no block
+    assert len(senders) == num_other
+    join_all("rank-task")
+
+
+def join_all(name):
+    """Waits for the end of all threads with this name."""
+    for thread in [thread for thread in threading.enumerate() if thread.name == name]:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+
+
+def test_a_transfer_without_one_rank_s_frames_is_not_committed(stages):
+    stages.push(stages.spec(), layers=range(1, 2))
+    outcome = stages.outcome()
+    assert isinstance(outcome.error, AbortedError)
+    assert outcome.error.reason == "TRANSFER_INCOMPLETE"
+
+
+def test_checksums_of_other_ranks_are_part_of_the_commit(stages, monkeypatch):
+    include = Sender.include
+    monkeypatch.setattr(Sender, "include", lambda self, sent, **more: include(self, dict.fromkeys(sent, 0), **more))
+    stages.push(stages.spec())
+    outcome = stages.outcome()
+    assert outcome.error.reason == "TRANSFER_INCOMPLETE"
+    assert "other KV than was sent" in outcome.error.message
+
+
+class GatedWrites(ReservedBlocks):
+    """Blocks whose writes of rank 1's layer wait for a gate."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.gate, self.is_writing = threading.Event(), threading.Event()
+
+    def write(self, region, payload):
+        if region.layers == range(1) and region.plane != "feature-0":
+            self.is_writing.set()
+            assert self.gate.wait(PATIENCE_SECONDS)
+        super().write(region, payload)
+
+
+def gated(rig):
+    spec = rig.spec(is_open=False)
+    blocks = GatedWrites(rig.theirs, [0, 1, 2])
+    rig.receiver.inbox.open(spec, blocks)
+    return spec, blocks
+
+
+def test_an_interrupted_push_ends_when_no_rank_reads_kv_any_more(stages):
+    """Although the receiver writes for longer."""
+    spec, blocks = gated(stages)
+    push = stages.push(spec)
+    assert blocks.is_writing.wait(PATIENCE_SECONDS)
+    push.interrupt()
+    try:
+        outcome = stages.outcome()
+        assert isinstance(outcome.error, AbortedError)
+        join_all("kv-push")
+    finally:
+        blocks.gate.set()
+    wait_for(lambda: spec.transfer_id in stages.failed)
+    assert stages.receiver.close(spec.transfer_id).value == "drained"
+
+
+def test_the_commit_waits_for_frames_of_other_ranks(stages, monkeypatch):
+    """Meanwhile rank 0 tells the receiver that it is alive."""
+    spec, blocks = gated(stages)
+    has_kept_alive, commits, commit = threading.Event(), [], Sender.commit
+    monkeypatch.setattr(Sender, "commit", lambda self: commits.append(blocks.gate.is_set()) or commit(self))
+    settle = RankPushes.settle
+
+    def settle_soon(self, sender):
+        sender.keep_alive_seconds, known = 0.001, sender.keep_alive
+        sender.keep_alive = lambda **more: (known(**more), has_kept_alive.set())
+        return settle(self, sender)
+
+    monkeypatch.setattr(RankPushes, "settle", settle_soon)
+    stages.push(spec)
+    assert has_kept_alive.wait(PATIENCE_SECONDS)
+    blocks.gate.set()
+    assert stages.outcome().error is None
+    assert commits == [True]
+    stages.assert_equal()
+
+
+def test_the_error_of_another_rank_is_the_error_of_the_push(stages, monkeypatch):
+    connect = Connector.connect
+
+    def connect_unless_part(self, address, spec, *, is_part=False):
+        if is_part:
+            raise PeerLostError("no route", node=address)
+        return connect(self, address, spec)
+
+    monkeypatch.setattr(Connector, "connect", connect_unless_part)
+    stages.push(stages.spec())
+    outcome = stages.outcome()
+    assert isinstance(outcome.error, PeerLostError)
+    assert outcome.error.message == "no route"
+
+
+def test_a_frame_of_another_rank_that_the_receiver_refuses_fails_the_push(stages, monkeypatch):
+    monkeypatch.setattr(
+        ReservedBlocks, "write", lambda self, region, payload: (_ for _ in ()).throw(OSError("no room"))
+    )
+    spec = stages.spec()
+    stages.push(spec)
+    assert isinstance(stages.outcome().error, AbortedError)
+    assert "no room" in stages.failed[spec.transfer_id]
+
+
+def test_a_rank_that_does_not_answer_is_killed(stages, monkeypatch):
+    """Otherwise it might send KV of blocks that belong to another sequence by then."""
+    killed = []
+    monkeypatch.setattr(stages.ranks.group.members[0].process, "kill", lambda: killed.append(True))
+    monkeypatch.setattr(RankPush, "run", lambda self, read, channel: None)
+    stages.push(stages.spec())
+    assert isinstance(stages.outcome().error, RankLostError)
+    assert killed
+
+
+@pytest.fixture
+def inbox_stream(stages):
+    """A transfer, and a function that makes streams to its receiver."""
+
+    spec = stages.spec()
+
+    def attach(**fields):
+        stream = ReceiverStream(inbox=stages.receiver.inbox, readers={"grpc": None}, cancel=lambda: None)
+        stream.handle(encode_hello(spec.transfer_id, INCARNATION, **fields))
+        return stream
+
+    return spec, attach
+
+
+def test_the_end_of_a_part_s_stream_ends_no_transfer_and_that_of_the_other_does(stages, inbox_stream):
+    spec, attach = inbox_stream
+    main, parts = attach(), [attach(is_part=True), attach(is_part=True)]
+    assert all(stream.is_attached for stream in (main, *parts))
+    assert not attach().is_attached, "only one stream commits"
+    parts[0].break_off()
+    parts[1].expire()
+    assert not stages.failed
+    main.break_off()
+    assert list(stages.failed) == [spec.transfer_id]
+    assert not attach(is_part=True).is_attached
+
+
+def test_messages_to_ranks_can_be_pickled(stages):
+    task = RankPush(KvTransferConfig(), SecurityConfig(), stages.address, stages.spec())
+    for message in (task, End(is_complete=True), RankPushed({}, 0, ()), PeerLostError("gone", node="d:1")):
+        copy = pickle.loads(pickle.dumps(message))
+        assert vars(copy) == vars(message) if isinstance(message, Exception) else copy == message
+    assert hash(task.config) == hash(KvTransferConfig())
+
+
+def test_what_the_module_of_tasks_needs_is_imported_at_the_start(stages, monkeypatch):
+    ran = queue.SimpleQueue()
+    monkeypatch.setattr("prefill_node.rank_push.Preparation.run", lambda self, read, channel: ran.put(channel))
+    RankPushes.prepare(stages.ranks.group)
+    assert isinstance(ran.get(timeout=PATIENCE_SECONDS), Channel)
