@@ -71,8 +71,6 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             progress=announce_progress,
         )
         model, kv_cache, runner = compute.model, compute.kv_cache, compute.runner
-        if isinstance(kv_cache, ShardedKVCache):
-            RankPushes.prepare(kv_cache.ranks)
         pool = compute.make_pool(config.kv_cache)
         scheduler = Scheduler(
             pool,
@@ -81,6 +79,8 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             reserve_blocks_per_running=0,  # prompts do not grow
         )
         connector = Connector(config.kv_transfer, security, gpu=open_shared_gpu(kv_cache.copies, config.kv_transfer))
+        if isinstance(kv_cache, ShardedKVCache):
+            RankPushes.prepare(kv_cache.ranks, connector)
         cpu_turns = open_logged_turns(model_config.turns_file, model.cpu_kernels)
         engine = PromptEngine(pool, scheduler, kv_cache, runner, find_adapter=compute.adapters.find)
         loop = PrefillLoop(

@@ -162,7 +162,7 @@ class KvPush:
             fault_point("prefill.before_push")
             sender = self._connector.connect(self._address, self._spec)
         except Exception as error:  # noqa: BLE001 thread boundary: the failure is reported in the outcome
-            self._on_ended(PushOutcome(error=self._reported(error)))
+            self._on_ended(PushOutcome(error=to_outrider_error(error)))
             return
         with self._lock:
             self._sender = sender
@@ -187,7 +187,9 @@ class KvPush:
         try:
             sender.read(regions, self._blocks.write)
         except Exception as error:  # noqa: BLE001 everything is computed instead
-            log.warning("the held prefix could not be read; all of it is computed", error=self._reported(error).message)
+            log.warning(
+                "the held prefix could not be read; all of it is computed", error=to_outrider_error(error).message
+            )
             return False
         return True
 
@@ -205,7 +207,7 @@ class KvPush:
             committed_at = time.monotonic()
             pushed = merge_parts([*self._pushed.settle(committed_at), *others_pushed])
         except Exception as failure:  # noqa: BLE001 thread boundary: the failure is reported in the outcome
-            error = self._reported(failure)
+            error = to_outrider_error(failure)
             if self._others is not None:
                 self._others.cancel()
         return PushOutcome(
@@ -251,23 +253,23 @@ class KvPush:
             held = joined or item
 
     def _send(self, sender: Sender, item: _Available) -> None:
-        started_at, num_bytes = time.monotonic(), sender.payload_bytes
+        started_at, num_bytes, is_divided = None, sender.payload_bytes, False
         for region in self._cut(sender.max_frame_bytes, item.planes, item.layers, item.start_token, item.end_token):
             for rank, part, request in self._blocks.parts(region, item.written):
                 fault_point("prefill.frame")
                 if request is not None and rank:
                     assert self._others is not None
                     self._others.put(rank, RankFrame(part, request))
+                    is_divided = True
                     continue
                 read = self._blocks.take if sender.connector == CUDA_IPC else self._blocks.read
-                sender.put(part, read(part, item.written))
-        if num_bytes := sender.payload_bytes - num_bytes:
-            self._pushed.add(started_at, num_bytes, last_frame=sender.num_frames)
-
-    def _reported(self, error: Exception) -> OutriderError:
-        if not isinstance(error, OutriderError):
-            log.error("push failed", error=str(error), exc_info=error)
-        return to_outrider_error(error)
+                payload = read(part, item.written)
+                started_at = started_at or time.monotonic()
+                sender.put(part, payload)
+        if started_at is not None:
+            self._pushed.add(started_at, sender.payload_bytes - num_bytes, last_frame=sender.num_frames)
+        if is_divided:
+            sender.keep_alive()  # other ranks' frames do not extend this stream's timeout
 
     def _cut(
         self, largest: int, planes: Sequence[PlaneSpec], layers: range, start_token: int, end_token: int

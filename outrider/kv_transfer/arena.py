@@ -44,8 +44,8 @@ HEAD_BYTES = 4096
 MAX_ARENA_BYTES = 1 << 30
 IDLE_SECONDS = 60.0
 """Seconds without a transfer after which both sides drop an arena."""
-MAX_IDLE = 16
-"""Maximum number of idle arenas that a receiver keeps mapped."""
+MAX_IDLE = 64
+"""Maximum number of idle arenas that a receiver keeps mapped. Each process of a prefill node has one."""
 MIN_SWEPT_SECONDS = 60.0
 """Minimum age in seconds of a file that `sweep` removes, because a younger file's sender may be about to lock it."""
 

@@ -29,11 +29,11 @@ class KvTransferConfig:
         0, at_least=0, at_most=65535, help="Port on which a decode node receives KV. 0: the system chooses."
     )
     host: str = setting("", help="Interface on which a decode node receives KV. Empty: the one of the server.")
-    arena_bytes: int = fixed(32 << 20)  # maximum main memory shared with each decode node
+    arena_bytes: int = fixed(32 << 20)  # maximum main memory that a process shares with each decode node
     frame_bytes: int = fixed(2 << 20)  # maximum payload of a frame, and slot size of an arena; cheap to copy
     device_arena_bytes: int = fixed(256 << 20)  # maximum GPU memory shared with each decode node
     device_frame_bytes: int = fixed(32 << 20)  # for CUDA IPC, where a frame costs more than copying its bytes
-    window_bytes: int = fixed(16 << 20)  # maximum unacknowledged payload to a node by grpc; enough for a busy link
+    window_bytes: int = fixed(16 << 20)  # maximum unacknowledged payload from a process to a node by grpc
     connect_seconds: float = fixed(5.0)  # maximum for a serving decode node to attach, which takes one round trip
     progress_seconds: float = fixed(PROGRESS_SECONDS)  # a decode node that is silent for longer counts as lost
     arena_directory: str = fixed(ARENA_DIRECTORY)  # folder of the arenas' files, shared with decode nodes

@@ -193,7 +193,7 @@ class TransferInbox:
     def attach(self, transfer_id: bytes, incarnation: bytes, *, is_part: bool = False) -> AttachState:
         """Attaches a sender to its transfer, which can have one sender at a time.
 
-        `is_part`: whether the sender only adds frames to those of that sender, and never commits.
+        `is_part`: whether the sender only adds frames to those of that sender, which must have attached before.
         """
         if incarnation != self.incarnation:
             return AttachState.WRONG_INCARNATION
@@ -205,10 +205,11 @@ class TransferInbox:
                 return AttachState.ATTACHED  # the sender asks again for the commit's answer
             if transfer.state is not TransferState.OPEN:
                 return AttachState.UNKNOWN
-            if not is_part:
-                if transfer.is_attached:
-                    return AttachState.BUSY
-                transfer.is_attached = True
+            if is_part:
+                return AttachState.ATTACHED if transfer.is_attached else AttachState.UNKNOWN
+            if transfer.is_attached:
+                return AttachState.BUSY
+            transfer.is_attached = True
             return AttachState.ATTACHED
 
     def note_progress(self, transfer_id: bytes) -> None:
@@ -246,9 +247,10 @@ class TransferInbox:
             transfer.num_copying += 1
             transfer.payload_bytes += header.length
             transfer.last_frame_at = self._clock()
-            if transfer.first_frame_at is None:
+            is_first = transfer.first_frame_at is None
+            if is_first:
                 transfer.first_frame_at = transfer.last_frame_at
-        fault_point("decode.first_frame" if len(transfer.arrived) == 1 else "decode.between_frames")
+        fault_point("decode.first_frame" if is_first else "decode.between_frames")
         return self._write(transfer, region, payload)
 
     def _write(self, transfer: _Transfer, region: Region, payload: Payload) -> Disposition:

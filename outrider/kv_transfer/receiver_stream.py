@@ -88,6 +88,8 @@ class ReceiverStream:
             ack = KvAck(sequence=message.sequence, disposition=_on_wire(self._accept(message)))
             return KvReceiverMessage(ack=ack)
         match message.WhichOneof("message"):
+            case "read" | "commit" if self._is_part:
+                raise MalformedMessageError("a part reads nothing and commits nothing")
             case "read":
                 held = self._inbox.read(self.transfer_id, decode_region(message.read))
                 return NOT_HELD if held is None else encode_frame(0, *held)

@@ -198,7 +198,7 @@ class SenderStream:
         """Ends the stream. Idempotent."""
         self._outgoing.put(None)
         with self._changed:
-            is_settled = bool(self._answers) or self._drain is not None
+            is_settled = bool(self._answers) or self._drain is not None or (self._is_part and not self._in_flight)
         if not is_settled:
             self._call.cancel()
 

@@ -246,6 +246,7 @@ def _spawn(rank: int, *, timeout_seconds: float) -> Member:
     for end in theirs:
         end.close()
     commands, kv = (Channel(end, peer=f"rank {rank}", timeout_seconds=timeout_seconds) for end in ours[:2])
+    ours[2].settimeout(timeout_seconds)
     return Member(rank, process, commands, kv, ours[2])
 
 

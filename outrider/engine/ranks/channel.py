@@ -66,7 +66,9 @@ class Channel:
 
     def has_message(self, seconds: float) -> bool:
         """Waits at most this long for a message or the end of the channel. Returns whether `receive` will not wait."""
-        return bool(select.select([self._end], [], [], seconds)[0])
+        poll = select.poll()  # select.select takes no descriptor from 1024 on
+        poll.register(self._end, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
     def close(self) -> None:
         """Closes this end, which the peer notices. Idempotent."""

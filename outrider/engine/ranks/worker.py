@@ -133,10 +133,13 @@ class RankWorker:
 
     def _serve_tasks(self) -> None:
         while True:
-            _, descriptors, _, _ = socket.recv_fds(self._tasks, 1, 1)
-            if not descriptors:
+            data, descriptors, _, _ = socket.recv_fds(self._tasks, 1, 1)
+            if not data:
                 return  # rank 0 is gone
+            if not descriptors:
+                continue  # this process has too many; rank 0 sees that the channel is closed
             end = socket.socket(fileno=descriptors[0])
+            end.set_inheritable(False)
             channel = Channel(end, peer="rank 0", timeout_seconds=self._timeout_seconds)
             threading.Thread(target=self._run_task, args=(channel,), name="rank-task", daemon=True).start()
 
