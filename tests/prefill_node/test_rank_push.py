@@ -247,7 +247,7 @@ def test_the_commit_waits_for_frames_of_other_ranks(stages, monkeypatch):
 
 
 def test_the_receiver_hears_of_rank_0_while_only_another_rank_sends(stages, monkeypatch):
-    """It expires a silent stream, and with that of rank 0 the transfer. Here offers come sooner than other keep-alives."""
+    """It expires a silent stream, and with that of rank 0 the transfer. Offers come sooner here than keep-alives."""
     monkeypatch.setattr(KvTransferConfig, "keep_alive_seconds", 600.0)
     told, keep_alive = queue.SimpleQueue(), SenderStream.keep_alive
     monkeypatch.setattr(SenderStream, "keep_alive", lambda self, **more: (told.put(self), keep_alive(self, **more)))
