@@ -34,7 +34,10 @@ RANKS = {
 
 def start(model, logs, node_overrides):
     logs.mkdir()
-    common = (f"model.id={model}", "model.num_threads=1", "model.max_model_len=512", "decode_node.draft_rows=all")
+    common = (
+        *(f"model.id={model}", "model.num_threads=1", "model.max_model_len=512", "decode_node.draft_rows=all"),
+        f"router.no_node_timeout_seconds={START_SECONDS:g}",  # several processes start slowly on a busy machine
+    )
     launch = Launch(overrides=common, node_overrides=node_overrides, log_directory=logs)
     return Cluster(ClusterConfig(port=0), launch, supervision=SUPERVISION)
 
