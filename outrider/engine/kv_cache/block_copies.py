@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import mmap
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from outrider.engine.kv_cache.base import Bytes
 from outrider.engine.kv_cache.copy_price import CopyPrice
 from outrider.errors import ConfigError
 
@@ -25,8 +23,8 @@ class BlockCopies:
     def __init__(
         self, cache: Any, num_bytes: int, price: CopyPrice, now: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Takes at most `num_bytes` of shared memory without a name, which is free again however the process ends. The
-        OS commits its pages when they are first written. `now`: seconds of a monotonic clock.
+        """Takes at most `num_bytes` of anonymous memory, which is free again however the process ends. The OS commits
+        its pages when they are first written. `now`: seconds of a monotonic clock.
 
         Raises: ConfigError if these bytes are too few.
         """
@@ -42,7 +40,7 @@ class BlockCopies:
         if min(self.num_slots) < 1:
             raise ConfigError(f"kv_cache.host_memory of {num_bytes:,} bytes holds too few blocks: set it higher")
         self.rows = {
-            name: _shared_memory((num + 1) * sizes[name]).reshape(num + 1, sizes[name])
+            name: np.frombuffer(mmap.mmap(-1, (num + 1) * sizes[name]), dtype=np.uint8).reshape(num + 1, sizes[name])
             for num, names in zip(self.num_slots, self._planes, strict=True)
             for name in names
         }
@@ -69,12 +67,3 @@ class BlockCopies:
 
     def finish(self) -> None:
         """Waits for all copies, so that their times count."""
-
-
-def _shared_memory(num_bytes: int) -> Bytes:
-    descriptor = os.memfd_create("outrider-host-kv")
-    try:
-        os.ftruncate(descriptor, num_bytes)
-        return np.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=np.uint8)
-    finally:
-        os.close(descriptor)
