@@ -94,7 +94,7 @@ def cache():
 
 def test_blocks_come_back_in_all_planes_and_layers(log, cache):
     copies = DeviceBlockCopies(cache, 1000, CopyPrice(block_size=BLOCK, num_groups=1, max_rows=64))
-    assert log == [rows.nbytes for rows in copies.rows.values()]
+    assert log == [rows.nbytes for rows in copies.rows]
     before = {name: tensor.clone() for name, tensor in cache.tensors.items()}
     copies.save(0, 1, 0)
     copies.save(0, 2, 3)
