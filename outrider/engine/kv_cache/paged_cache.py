@@ -73,7 +73,8 @@ class PagedKVCache:
 
             kernels = tensors = TensorMemory(device)
             self.copies = tensors.copies
-        by_window = {group.window: num for group, num in zip(windows, self.window_blocks, strict=True)} | {0: num_blocks}
+        of_groups = zip(self.layer_groups, (num_blocks, *self.window_blocks), strict=True)
+        by_window = {group.window: num for group, num in of_groups}
         self._planes: dict[str, CachePlane] = {}
         self._num_slots: dict[str, int] = {}  # without scratch blocks
         for plane in planes:
