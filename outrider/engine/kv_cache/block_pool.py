@@ -206,10 +206,8 @@ class BlockPool:
         """
         for index, block_id in enumerate(block_ids):
             if block_id == TO_LOAD:
-                if self.host is None or not self.host.has_time:
-                    return index
-                loaded = self._load(hashes[index : index + 1][0])
-                if loaded is None:
+                has_time = self.host is not None and self.host.has_time
+                if not has_time or (loaded := self._load(*hashes[index : index + 1])) is None:
                     return index
                 block_ids[index] = loaded
         return len(block_ids)
