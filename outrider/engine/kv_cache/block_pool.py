@@ -99,6 +99,11 @@ class BlockPool:
         for index, pool in enumerate(self.windows, start=1):
             pool.use_host(host, index)
 
+    @property
+    def has_host_blocks(self) -> bool:
+        """Whether main memory has blocks, so that a prefix match may find more with them."""
+        return self.host is not None and self.host.num_bytes > 0
+
     def forget_preempted(self, key: int) -> None:
         """Ends what `SequenceKV.preempt` began for the sequence with this key: it runs again or has ended."""
         if self.host is not None:

@@ -82,8 +82,7 @@ class SequenceKV:
         pool = pool.part_for(token_ids, max_tokens=max_cached_tokens, cache_salt=cache_salt)
         kv = cls(pool, cache_salt=cache_salt)
         kv._match(token_ids, max_cached_tokens, windows_arrive=windows_arrive, may_load=False)
-        may_have_more = pool.host is not None and pool.host.num_bytes > 0
-        if may_have_more and kept_back is not None and kv.fits(len(token_ids), kept_back=kept_back):
+        if pool.has_host_blocks and kept_back is not None and kv.fits(len(token_ids), kept_back=kept_back):
             other = cls(pool, cache_salt=cache_salt)
             other._match(token_ids, max_cached_tokens, windows_arrive=windows_arrive, may_load=True)
             if other.num_tokens > kv.num_tokens:
