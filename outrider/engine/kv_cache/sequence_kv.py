@@ -145,8 +145,9 @@ class SequenceKV:
         """The number of tokens that the blocks of each group can hold, by the group's window (0: none), and the number
         of states.
         """
-        held = {table.pool.window: table.num_held_tokens for table in self.windows}
-        return {0: len(self.block_ids) * self._block_size, **held}
+        of_windows = {table.pool.window: table.num_held * self._block_size for table in self._window_tables}
+        of_states = {} if self.state is None else {self.state.pool.window: self.state.num_held}
+        return {0: len(self.block_ids) * self._block_size, **of_windows, **of_states}
 
     @property
     def capacity(self) -> int:
