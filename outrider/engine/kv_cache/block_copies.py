@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import time
 from collections.abc import Callable
@@ -35,11 +36,12 @@ class BlockCopies:
         self.num_slots = [int(num * share) - 1 for num in num_blocks]  # by group, without the last, for `measure`
         if min(self.num_slots) < 1:
             raise ConfigError(f"kv_cache.host_memory of {num_bytes:,} bytes holds too few blocks: set it higher")
-        self.rows = [
-            np.frombuffer(mmap.mmap(-1, (num + 1) * size), dtype=np.uint8).reshape(num + 1, size)
-            for num, size in zip(self.num_slots, self.slot_bytes, strict=True)
-        ]
-        """By group: [slots, bytes of a block in all its planes]."""
+        shapes = [(num + 1, size) for num, size in zip(self.num_slots, self.slot_bytes, strict=True)]
+        ends = list(accumulate(map(math.prod, shapes)))
+        self.memory = np.frombuffer(mmap.mmap(-1, ends[-1]), dtype=np.uint8)
+        parts = np.split(self.memory, ends[:-1])
+        self.rows = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        """The memory by group: [slots, bytes of a block in all its planes]."""
         self._columns: list[list[tuple[str, slice]]] = []  # by group, those of each plane
         for group in cache.layer_groups:
             planes = [plane for plane in cache.planes if plane.window == group.window]

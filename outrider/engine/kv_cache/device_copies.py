@@ -37,8 +37,7 @@ class DeviceBlockCopies(BlockCopies):
             [(torch.empty(size, dtype=torch.uint8, device=device), torch.cuda.Event()) for _ in range(NUM_STAGED)]
         )
         driver: Any = torch.cuda.cudart()
-        for rows in self.rows:
-            torch.cuda.check_error(int(driver.cudaHostRegister(rows.ctypes.data, rows.nbytes, 0)))
+        torch.cuda.check_error(int(driver.cudaHostRegister(self.memory.ctypes.data, self.memory.nbytes, 0)))
 
     def save(self, group: int, block_id: int, slot: int) -> None:
         staged, used = next(self._staged)
