@@ -77,10 +77,10 @@ class Admission:
                 f"the group has {num_samples} samples, the node runs at most {self.max_running_sequences} sequences"
             )
             return RejectReason.TOO_LARGE, message
-        needed = self._blocks(longest)
+        needed = self._pool.num_blocks_for(longest)
         if num_samples > 1:  # each continues in a copy of the prompt's last block, unless that block is full
             own = needed - num_prompt // self._pool.block_size
-            needed = self._blocks(num_prompt) + num_samples * own
+            needed = self._pool.num_blocks_for(num_prompt) + num_samples * own
         most = self._pool.num_blocks_together
         if needed > most:
             return RejectReason.TOO_LARGE, f"the group needs {needed} KV blocks, the node has {most}"
@@ -119,7 +119,7 @@ class Admission:
         capacity = 0 if sequence.kv is None else sequence.kv.capacity
         num_unreserved = max(0, len(sequence.token_ids) - 1 - capacity)
         expected = max(1.0, min(sample.num_tokens_left, self._mean_output_tokens - sample.num_generated))
-        return self._blocks(num_unreserved + int(expected))
+        return self._pool.num_blocks_for(num_unreserved + int(expected))
 
     def _growth_of_start(self, opened: OpenSequenceGroup, start: SampleStart, *, num_shared: int) -> int:
         """Returns how many blocks a sample needs for its own known tokens (except the newest) and its expected ones."""
@@ -127,10 +127,7 @@ class Admission:
         num_own = len(opened.prompt_token_ids) + num_generated - num_shared - 1
         left = opened.options.sampling.max_tokens - num_generated
         expected = max(1.0, min(left, self._mean_output_tokens - num_generated))
-        return max(1, self._blocks(num_own + int(expected)))
-
-    def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._pool.block_size)
+        return max(1, self._pool.num_blocks_for(num_own + int(expected)))
 
 
 def _is_in_range(sampling: SamplingParams) -> bool:

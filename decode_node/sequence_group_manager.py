@@ -149,7 +149,7 @@ class SequenceGroupManager:
         if self._reject_if_full(command.session_id, opened, kv, needed):
             kv.free()
             return
-        if self._engine.pool.host is not None:
+        if self._engine.pool.has_host_blocks:
             kv.free()
             kv, arriving = opening_table(self._engine.pool, opened, shared, limit, may_load=True)
         self._num_arrived += 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.kv_cache.block_copies import BlockCopies
+from outrider.engine.kv_cache.block_copies import BlockCopies, block_bytes
 from outrider.engine.kv_cache.copy_price import CopyPrice
 from outrider.engine.kv_cache.host_store import HostStore
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -34,9 +34,8 @@ def open_host_store(cache: KVCache, runner: ModelRunner, num_bytes: int, *, max_
     if cache.layer_groups[-1].has_states:
         raise ConfigError("kv_cache.host_memory does not go with linear attention, whose states are not moved")
     on_cpu = cache.device == "cpu"
-    blocks = {group.window: num for group, num in zip(cache.layer_groups[1:], cache.window_blocks, strict=True)}
-    blocks[0] = cache.num_blocks
-    cache_bytes = sum(blocks[plane.window] * cache.block_size * plane.bytes_per_token for plane in cache.planes)
+    num_blocks = (cache.num_blocks, *cache.window_blocks)
+    cache_bytes = sum(num * size for num, size in zip(num_blocks, block_bytes(cache), strict=True))
     free = free_main_memory_bytes() - (cache_bytes if on_cpu else 0)
     if num_bytes > free:
         besides = f" besides {cache_bytes:,} of kv_cache.memory" if on_cpu else ""

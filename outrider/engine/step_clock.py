@@ -26,14 +26,18 @@ class StepClock:
         """Attributes the time since the last mark to `part`, and returns that time."""
         now = self._now()
         passed, self._last = now - self._last, now
-        self._spent[part] = self._spent.get(part, 0) + passed
+        self._spent[part] = self.spent(part) + passed
         return passed
+
+    def spent(self, part: Part) -> int:
+        """Returns the nanoseconds of a part since the last `take` or `restart`."""
+        return self._spent.get(part, 0)
 
     def move(self, nanoseconds: int, *, source: Part, target: Part) -> None:
         """Moves time marked as `source` to `target`. Use it for time that a callee has measured itself."""
-        moved = min(nanoseconds, self._spent.get(source, 0))
-        self._spent[source] = self._spent.get(source, 0) - moved
-        self._spent[target] = self._spent.get(target, 0) + moved
+        moved = min(nanoseconds, self.spent(source))
+        self._spent[source] = self.spent(source) - moved
+        self._spent[target] = self.spent(target) + moved
 
     def take(self) -> dict[str, int]:
         """Returns the nanoseconds by part since the last `take` or `restart`."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from outrider.engine.kv_cache.base import slots_of, slots_of_blocks
 from outrider.engine.kv_cache.planes import LayerGroup, PlaneSpec
 from outrider.errors import InternalError
 
@@ -38,11 +39,7 @@ class ScriptedKVCache:
         }
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        if not pairs:
-            return
-        for stored in self._slots.values():
-            blocks = stored.reshape(len(stored), self.num_blocks, self.block_size)
-            blocks[:, [destination for _, destination in pairs]] = blocks[:, [source for source, _ in pairs]]
+        self.move_slots(slots_of_blocks(pairs, self.block_size))
 
     def fence(self) -> None:
         """Does nothing, since writes are immediate."""
@@ -76,13 +73,14 @@ class ScriptedKVCache:
         stored[layers.start : layers.stop, where] = values.reshape(len(layers), where.size)
 
     def save_block(self, plane: str, block_id: int, row: Any) -> None:
-        row[:] = self.read(plane, range(len(self._slots[plane])), self._slots_of(block_id))
+        row[:] = self.read(
+            plane, range(len(self._slots[plane])), slots_of([block_id], self.block_size, self.block_size)
+        )
 
     def load_block(self, plane: str, block_id: int, row: Any) -> None:
-        self.write(plane, range(len(self._slots[plane])), self._slots_of(block_id), row.tobytes())
-
-    def _slots_of(self, block_id: int) -> Any:
-        return np.arange(block_id * self.block_size, (block_id + 1) * self.block_size)
+        self.write(
+            plane, range(len(self._slots[plane])), slots_of([block_id], self.block_size, self.block_size), row.tobytes()
+        )
 
     def write_token(self, layer: int, slot: int, *, token_id: int, position: int) -> None:
         self._slots["k"][layer, slot] = token_id
@@ -110,11 +108,7 @@ class ScriptedKVCache:
 
         Raises InternalError if a slot does not hold the KV and the feature of its position.
         """
-        in_table = np.arange(num_tokens)
-        blocks = np.asarray(block_ids, dtype=np.int64)[in_table // self.block_size]
-        slots = np.concatenate(
-            [blocks * self.block_size + in_table % self.block_size, np.asarray(path, dtype=np.int64)]
-        )
+        slots = np.concatenate([slots_of(block_ids, num_tokens, self.block_size), np.asarray(path, dtype=np.int64)])
         positions = np.arange(len(slots))
         token_ids, stored_positions = self._slots["k"][:, slots], self._slots["v"][:, slots]
         wrong = np.flatnonzero((stored_positions != positions).any(axis=0) | (token_ids != token_ids[0]).any(axis=0))

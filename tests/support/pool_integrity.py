@@ -34,6 +34,8 @@ def check_pool(pool: BlockPool, tables: Iterable[Sequence[int]] | None = None) -
             raise InternalError(f"block {block_id}: the prefix cache does not know its hash")
     if len(pool._block_of) != sum(block_hash is not None for block_hash in pool._hash_of):
         raise InternalError("the prefix cache names a block that has no hash")
+    if pool._num_references != sum(pool._ref_counts):
+        raise InternalError("the number of references disagrees with the reference counts")
     if tables is None:
         return
     held = Counter(block_id for table in tables for block_id in table)

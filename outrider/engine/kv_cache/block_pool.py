@@ -68,6 +68,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         # A stack with the lowest ids on top, so that unwritten memory stays uncommitted for as long as possible.
         self._free = list(range(end - 1, first_block_id - 1, -1))
+        self._num_references = 0  # of all blocks together
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
 
     @property
@@ -97,6 +98,11 @@ class BlockPool:
         self.host, self._group = host, group
         for index, pool in enumerate(self.windows, start=1):
             pool.use_host(host, index)
+
+    @property
+    def has_host_blocks(self) -> bool:
+        """Whether main memory has blocks, so that a prefix match may find more with them."""
+        return self.host is not None and self.host.num_bytes > 0
 
     def forget_preempted(self, key: int) -> None:
         """Ends what `SequenceKV.preempt` began for the sequence with this key: it runs again or has ended."""
@@ -129,6 +135,7 @@ class BlockPool:
             )
         evicted: list[tuple[int, bytes]] = []
         taken = [self._take_one(evicted) for _ in range(num_blocks)]
+        self._num_references += num_blocks
         if evicted and self.host is not None:
             self.host.save(self._group, evicted)
         return taken
@@ -138,6 +145,7 @@ class BlockPool:
         for block_id in block_ids:
             assert self._ref_counts[block_id] > 0, f"block {block_id} is not in use"
             self._ref_counts[block_id] += 1
+            self._num_references += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Drops a reference to each block. At zero a block becomes evictable if it is published, otherwise free.
@@ -149,6 +157,7 @@ class BlockPool:
             count = self._ref_counts[block_id] - 1
             assert count >= 0, f"block {block_id} is released twice"
             self._ref_counts[block_id] = count
+            self._num_references -= 1
             if count:
                 continue
             if self._hash_of[block_id] is None:
@@ -202,10 +211,8 @@ class BlockPool:
         """
         for index, block_id in enumerate(block_ids):
             if block_id == TO_LOAD:
-                if self.host is None or not self.host.has_time:
-                    return index
-                loaded = self._load(hashes[index : index + 1][0])
-                if loaded is None:
+                has_time = self.host is not None and self.host.has_time
+                if not has_time or (loaded := self._load(*hashes[index : index + 1])) is None:
                     return index
                 block_ids[index] = loaded
         return len(block_ids)
@@ -238,6 +245,7 @@ class BlockPool:
         if self._ref_counts[block_id] == 0:
             del self._evictable[block_id]
         self._ref_counts[block_id] += 1
+        self._num_references += 1
 
     def _take_one(self, evicted: list[tuple[int, bytes]]) -> int:
         """Takes a free block, or an evictable one, which it adds to `evicted` with its hash."""
@@ -276,41 +284,15 @@ class CountedPool(BlockPool):
     counts as often as it is used: `num_free_blocks` is the number of blocks minus the number of references.
     """
 
-    def __init__(
-        self,
-        *,
-        window: int,
-        num_blocks: int,
-        block_size: int,
-        hash_seed: bytes,
-        enable_prefix_cache: bool = True,
-    ) -> None:
-        """`window`: that of the planes whose blocks these are, as in PlaneSpec."""
-        super().__init__(
-            num_blocks=num_blocks, block_size=block_size, hash_seed=hash_seed, enable_prefix_cache=enable_prefix_cache
-        )
+    def __init__(self, *, window: int, **shared: Any) -> None:
+        """`window`: that of the planes whose blocks these are, as in PlaneSpec. `shared`: see BlockPool."""
+        super().__init__(**shared)
         self.window = window
-        self._num_references = 0
 
     @property
     def num_free_blocks(self) -> int:
         """The number of blocks that may be allocated; negative if forks have taken more references than blocks."""
         return self.num_blocks - self._num_references
-
-    def allocate(self, num_blocks: int) -> list[int]:
-        block_ids = super().allocate(num_blocks)
-        self._num_references += num_blocks
-        return block_ids
-
-    def acquire(self, block_ids: Iterable[int]) -> None:
-        block_ids = tuple(block_ids)
-        super().acquire(block_ids)
-        self._num_references += len(block_ids)
-
-    def release(self, block_ids: Iterable[int]) -> None:
-        block_ids = tuple(block_ids)
-        super().release(block_ids)
-        self._num_references -= len(block_ids)
 
     def take(self, block_hashes: Sequence[bytes]) -> list[int] | None:
         """Returns the blocks with these hashes, each with a reference more. Returns None, with nothing taken, if one
@@ -320,7 +302,6 @@ class CountedPool(BlockPool):
         for block_id in block_ids:  # first, since loading may evict blocks
             if block_id is not None:
                 self._take_published(block_id)
-                self._num_references += 1
         for index, block_hash in enumerate(block_hashes):
             if block_ids[index] is None:
                 block_ids[index] = self._load(block_hash)

@@ -43,7 +43,7 @@ class CopyPrice:
         (self._load if is_load else self._save)[group].add(seconds)
 
     def add_step(self, seconds: float, *, num_rows: int, num_prompt_rows: int) -> None:
-        """Adds the time of a forward pass, if it has enough rows of prompts."""
+        """Adds the time of computing a forward pass, if it has enough rows of prompts."""
         if 2 * num_prompt_rows >= self._max_rows:
             self._token.add(seconds / num_rows)
 

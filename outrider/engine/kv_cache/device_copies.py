@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
 
@@ -28,52 +29,35 @@ class DeviceBlockCopies(BlockCopies):
     def __init__(self, cache: PagedKVCache, num_bytes: int, price: CopyPrice) -> None:
         """Raises: ConfigError, and RuntimeError if the driver cannot lock the memory's pages."""
         super().__init__(cache, num_bytes, price)
-        self._block, self._device = cache.block, torch.device(cache.device)
-        self._stream = torch.cuda.Stream(self._device)
-        self._forwards = torch.cuda.default_stream(self._device)
+        device = torch.device(cache.device)
+        self._stream, self._forwards = torch.cuda.Stream(device), torch.cuda.default_stream(device)
         self._pending: deque[tuple[int, bool, torch.cuda.Event, torch.cuda.Event]] = deque()  # copies and their timers
-        # Blocks in flight by plane, each with an event after the last use.
-        self._staged = cycle(
-            [
-                (
-                    {
-                        name: torch.empty_like(self._view(name, 0), memory_format=torch.contiguous_format)
-                        for name in self.rows
-                    },
-                    torch.cuda.Event(),
-                )
-                for _ in range(NUM_STAGED)
-            ]
+        size = max(self.slot_bytes)
+        self._staged = cycle(  # blocks in flight, each with an event after the last use
+            [(torch.empty(size, dtype=torch.uint8, device=device), torch.cuda.Event()) for _ in range(NUM_STAGED)]
         )
         driver: Any = torch.cuda.cudart()
-        for rows in self.rows.values():
-            torch.cuda.check_error(int(driver.cudaHostRegister(rows.ctypes.data, rows.nbytes, 0)))
+        torch.cuda.check_error(int(driver.cudaHostRegister(self.memory.ctypes.data, self.memory.nbytes, 0)))
 
     def save(self, group: int, block_id: int, slot: int) -> None:
         staged, used = next(self._staged)
         self._forwards.wait_event(used)
-        for name in self._planes[group]:
-            staged[name].copy_(self._view(name, block_id))
+        for block, part in self._parts(group, block_id, staged):
+            part.copy_(block)
         self._stream.wait_stream(self._forwards)
-        with torch.cuda.stream(self._stream):
-            started = self._timer()
-            for name in self._planes[group]:
-                self._row(name, slot).copy_(staged[name].view(-1).view(torch.uint8), non_blocking=True)
-            self._pending.append((group, False, started, self._timer()))
+        row = torch.from_numpy(self.rows[group][slot])
+        self._copy(row, staged[: len(row)], group, is_load=False)
         used.record(self._stream)
         self._collect_times()
 
     def load(self, group: int, block_id: int, slot: int) -> None:
         staged, used = next(self._staged)
         self._stream.wait_event(used)
-        with torch.cuda.stream(self._stream):
-            started = self._timer()
-            for name in self._planes[group]:
-                staged[name].view(-1).view(torch.uint8).copy_(self._row(name, slot), non_blocking=True)
-            self._pending.append((group, True, started, self._timer()))
+        row = torch.from_numpy(self.rows[group][slot])
+        self._copy(staged[: len(row)], row, group, is_load=True)
         self._forwards.wait_stream(self._stream)
-        for name in self._planes[group]:
-            self._view(name, block_id).copy_(staged[name])
+        for block, part in self._parts(group, block_id, staged):
+            block.copy_(part)
         used.record(self._forwards)
         self._collect_times()
 
@@ -81,12 +65,18 @@ class DeviceBlockCopies(BlockCopies):
         self._stream.synchronize()
         self._collect_times()
 
-    def _view(self, name: str, block_id: int) -> torch.Tensor:
-        block: torch.Tensor = self._block(name, block_id)
-        return block
+    def _parts(self, group: int, block_id: int, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields a block's content in each plane, and its place in a part of GPU memory."""
+        for name, columns in self._columns[group]:
+            block: torch.Tensor = self._cache.block(name, block_id)
+            yield block, staged[columns].view(block.dtype).view(block.shape)
 
-    def _row(self, name: str, slot: int) -> torch.Tensor:
-        return torch.from_numpy(self.rows[name][slot])
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, group: int, *, is_load: bool) -> None:
+        """Copies a block from or to main memory, between two timers."""
+        with torch.cuda.stream(self._stream):
+            started = self._timer()
+            target.copy_(source, non_blocking=True)
+            self._pending.append((group, is_load, started, self._timer()))
 
     def _timer(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

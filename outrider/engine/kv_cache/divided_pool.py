@@ -16,20 +16,13 @@ class DividedPool(BlockPool):
     with the same beginning share blocks within a rank.
     """
 
-    def __init__(
-        self, num_parts: int, *, num_blocks: int, block_size: int, hash_seed: bytes, enable_prefix_cache: bool = True
-    ) -> None:
-        """`num_blocks`: the number of blocks of each part."""
-        settings: dict[str, Any] = {
-            "block_size": block_size,
-            "hash_seed": hash_seed,
-            "enable_prefix_cache": enable_prefix_cache,
-        }
-        super().__init__(num_blocks=num_parts * num_blocks, **settings)
+    def __init__(self, num_parts: int, *, num_blocks: int, **shared: Any) -> None:
+        """`num_blocks`: the number of blocks of each part. `shared`: what all parts have in common, see BlockPool."""
+        super().__init__(num_blocks=num_parts * num_blocks, **shared)
         self._free.clear()  # all blocks are the parts'
         self.num_blocks_together = num_blocks
         self.parts = tuple(
-            BlockPool(first_block_id=part * num_blocks, num_blocks=num_blocks, **settings) for part in range(num_parts)
+            BlockPool(first_block_id=part * num_blocks, num_blocks=num_blocks, **shared) for part in range(num_parts)
         )
 
     @property

@@ -113,9 +113,11 @@ class HostStore:
         if not self.has_time:
             self.num_dropped += 1
             return
-        if not self._free[group] and not self._drop(group, may_drop_preempted=entries is self._preempted[group]):
-            self.num_dropped += 1
-            return
+        if not self._free[group]:
+            self.num_dropped += 1  # the block whose slot becomes free, or this one
+            if not (least := self._prefixes[group] or entries):
+                return
+            self._free[group].append(least.popitem(last=False)[1])
         slot = self._free[group].pop()
         self._copy(group, block_id, slot, is_load=False)
         entries[block_hash] = slot
@@ -158,14 +160,3 @@ class HostStore:
     def _entries(self, group: int, block_hash: bytes) -> OrderedDict[bytes, int]:
         """Returns the slots among which a block is, or would be saved."""
         return (self._preempted if block_hash in self._num_keepers else self._prefixes)[group]
-
-    def _drop(self, group: int, *, may_drop_preempted: bool) -> bool:
-        """Frees a slot. Returns False if all have blocks that must not be dropped."""
-        entries = self._prefixes[group]
-        if not entries and may_drop_preempted:
-            entries = self._preempted[group]
-        if not entries:
-            return False
-        self._free[group].append(entries.popitem(last=False)[1])
-        self.num_dropped += 1
-        return True

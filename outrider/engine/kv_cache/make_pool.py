@@ -18,17 +18,11 @@ class CacheSize(Protocol):
     layer_groups: tuple[LayerGroup, ...]
 
 
-def make_pool(
-    kv_cache: CacheSize, *, hash_seed: bytes, max_step_tokens: int, enable_prefix_cache: bool = True
-) -> BlockPool:
-    """Makes a pool of the cache's blocks, with one for each sliding window and one for states. For the arguments
-    see the pools.
+def make_pool(kv_cache: CacheSize, *, max_step_tokens: int, **shared: Any) -> BlockPool:
+    """Makes a pool of the cache's blocks, with one for each sliding window and one for states. `shared`: what all pools
+    have in common, except for the block size (see BlockPool). `max_step_tokens`: see WindowPool.
     """
-    shared: dict[str, Any] = {
-        "block_size": kv_cache.block_size,
-        "hash_seed": hash_seed,
-        "enable_prefix_cache": enable_prefix_cache,
-    }
+    shared["block_size"] = kv_cache.block_size
     windows: list[WindowPool | StatePool] = []
     first_block = kv_cache.num_blocks
     for group, num_blocks in zip(kv_cache.layer_groups[1:], kv_cache.window_blocks, strict=True):

@@ -60,8 +60,6 @@ class PagedKVCache:
             sizes = {plane.num_layers for plane in planes if plane.name in group.plane_names}
             assert sizes == ({len(group.layers)} if group.layers else set()), "the groups are those of the planes"
         windows = self.layer_groups[1:]
-        of_tokens = [plane for plane in planes if not plane.is_state]
-        assert {plane.window for plane in of_tokens} <= {each.window for each in self.layer_groups}, "all have a group"
         self.state_slots = state_slots
         self.window_blocks = (num_blocks,) * len(windows) if window_blocks is None else tuple(window_blocks)
         self.num_tables = 1 if window_blocks is None else len(self.layer_groups)  # block tables of a sequence
@@ -69,25 +67,23 @@ class PagedKVCache:
         """The first scratch block of each block table's group."""
         if num_scratch_blocks:
             self.scratch_blocks = (num_blocks, *self.window_blocks)[: self.num_tables]
-        by_window = {group.window: num for group, num in zip(windows, self.window_blocks, strict=True)}
-        self._num_blocks = {plane.name: by_window.get(plane.window, num_blocks) for plane in of_tokens}
-        self._num_slots = {name: num * block_size for name, num in self._num_blocks.items()}
         self.copies: CopyStream | None = None  # on a GPU only
         if kernels is None:
             from outrider.engine.kv_cache.tensor_planes import TensorMemory  # imports torch
 
             kernels = tensors = TensorMemory(device)
             self.copies = tensors.copies
-        self._planes: dict[str, CachePlane] = {
-            plane.name: kernels.make_plane(
-                plane, num_blocks=self._num_blocks[plane.name] + num_scratch_blocks, block_size=block_size
-            )
-            for plane in of_tokens
-        }
+        of_groups = zip(self.layer_groups, (num_blocks, *self.window_blocks), strict=True)
+        by_window = {group.window: num for group, num in of_groups}
+        self._planes: dict[str, CachePlane] = {}
+        self._num_slots: dict[str, int] = {}  # without scratch blocks
         for plane in planes:
             if plane.is_state:
-                self._planes[plane.name] = kernels.make_plane(plane, num_blocks=state_slots, block_size=1)
-                self._num_slots[plane.name] = state_slots
+                num, size, num_scratch = state_slots, 1, 0
+            else:
+                num, size, num_scratch = by_window[plane.window], block_size, num_scratch_blocks
+            self._planes[plane.name] = kernels.make_plane(plane, num_blocks=num + num_scratch, block_size=size)
+            self._num_slots[plane.name] = num * size
         self.group_of = _by_layer({layer: at for at, group in enumerate(self.layer_groups) for layer in group.layers})
         self.keys, self.values = (self._of_all_layers(side) for side in range(2))
 

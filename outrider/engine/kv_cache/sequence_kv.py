@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from outrider.engine.kv_cache.block_hashes import BlockHashes
 from outrider.engine.kv_cache.block_pool import TO_LOAD, BlockPool, NoFreeBlocksError, StatePool, WindowPool
@@ -80,39 +80,30 @@ class SequenceKV:
         pool's blocks only, as long as it is not known whether the sequence is admitted.
         """
         pool = pool.part_for(token_ids, max_tokens=max_cached_tokens, cache_salt=cache_salt)
-        options: Any = {"max_tokens": max_cached_tokens, "cache_salt": cache_salt, "windows_arrive": windows_arrive}
-        kv = cls._matched(pool, token_ids, may_load=False, **options)
-        if pool.host is not None and kept_back is not None and kv.fits(len(token_ids), kept_back=kept_back):
-            other = cls._matched(pool, token_ids, may_load=True, **options)
+        kv = cls(pool, cache_salt=cache_salt)
+        kv._match(token_ids, max_cached_tokens, windows_arrive=windows_arrive, may_load=False)
+        if pool.has_host_blocks and kept_back is not None and kv.fits(len(token_ids), kept_back=kept_back):
+            other = cls(pool, cache_salt=cache_salt)
+            other._match(token_ids, max_cached_tokens, windows_arrive=windows_arrive, may_load=True)
             if other.num_tokens > kv.num_tokens:
                 kv, other = other, kv
             other.free()
         return kv
 
-    @classmethod
-    def _matched(
-        cls,
-        pool: BlockPool,
-        token_ids: Sequence[int],
-        *,
-        max_tokens: int,
-        cache_salt: bytes,
-        windows_arrive: bool,
-        may_load: bool,
-    ) -> SequenceKV:
-        kv = cls(pool, cache_salt=cache_salt)
-        if kv.state is not None:  # a row must be computed that needs the state of `last_border`
+    def _match(self, token_ids: Sequence[int], max_tokens: int, *, windows_arrive: bool, may_load: bool) -> None:
+        """Fills an empty table from the prefix cache. For the arguments see `create`."""
+        pool, hashes = self._pool, self._hashes
+        if self.state is not None:  # a row must be computed that needs the state of `last_border`
             max_tokens = min(max_tokens, len(token_ids) - 1)
-        kv.block_ids = pool.match_prefix(token_ids, max_tokens=max_tokens, hashes=kv._hashes, may_load=may_load)
-        uses_windows = kv.windows and kv.block_ids and not windows_arrive
+        self.block_ids = pool.match_prefix(token_ids, max_tokens=max_tokens, hashes=hashes, may_load=may_load)
+        uses_windows = self.windows and self.block_ids and not windows_arrive
         if may_load:
             if uses_windows:  # first, so that nothing is loaded in vain
-                kv._shorten(_longest_match(kv.windows, kv._hashes, may_load=True))
-            kv._shorten(pool.load(kv.block_ids, kv._hashes))
+                self._shorten(_longest_match(self.windows, hashes, may_load=True))
+            self._shorten(pool.load(self.block_ids, hashes))
         if uses_windows:
-            kv._match_windows(may_load=may_load)
-        kv.num_tokens = kv.num_cached_tokens = len(kv.block_ids) * pool.block_size
-        return kv
+            self._match_windows(may_load=may_load)
+        self.num_tokens = self.num_cached_tokens = len(self.block_ids) * pool.block_size
 
     def block_table(self) -> array[int]:
         """Returns `block_ids` as int32 [len(block_ids)], not as a copy. Do not modify it or keep it while blocks
@@ -154,8 +145,9 @@ class SequenceKV:
         """The number of tokens that the blocks of each group can hold, by the group's window (0: none), and the number
         of states.
         """
-        held = {table.pool.window: table.num_held_tokens for table in self.windows}
-        return {0: len(self.block_ids) * self._block_size, **held}
+        of_windows = {table.pool.window: table.num_held * self._block_size for table in self._window_tables}
+        of_states = {} if self.state is None else {self.state.pool.window: self.state.num_held}
+        return {0: len(self.block_ids) * self._block_size, **of_windows, **of_states}
 
     @property
     def capacity(self) -> int:

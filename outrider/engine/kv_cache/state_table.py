@@ -45,11 +45,6 @@ class StateTable:
         """The number of slots."""
         return len(self._slots) + len(self._spare)
 
-    @property
-    def num_held_tokens(self) -> int:
-        """The number of slots."""
-        return self.num_held
-
     def sees_all(self, num_tokens: int) -> bool:
         """Returns whether there is a state from which the row after the first `num_tokens` tokens can be computed."""
         return num_tokens - self._newest(num_tokens) <= MAX_REPLAY

@@ -37,11 +37,6 @@ class WindowTable:
         """The number of blocks."""
         return len(self.block_ids) - self.first
 
-    @property
-    def num_held_tokens(self) -> int:
-        """The number of tokens that the blocks can hold."""
-        return self.end - self.first * self._block_size
-
     def max_reserved(self, num_valid: int) -> int:
         """Returns up to which token `reserve` would succeed if it need not copy a block."""
         num_spare = self.pool.num_free_blocks - self.num_needed(num_valid, num_valid)

@@ -1,8 +1,15 @@
 from __future__ import annotations
 
+from array import array
+from types import SimpleNamespace
+
 import pytest
 
+from outrider.engine.engine import PromptEngine
+from outrider.engine.input_batch import SequenceRows
 from outrider.engine.kv_cache.copy_price import NUM_TIMES, CopyPrice
+from outrider.engine.step_clock import StepClock
+from outrider.profile import Part
 
 BLOCK, MAX_ROWS = 16, 64
 
@@ -77,3 +84,34 @@ def test_nodes_of_small_steps_learn_from_them():
     price = CopyPrice(block_size=BLOCK, num_groups=1, max_rows=16)
     price.add_step(1.0, num_rows=16, num_prompt_rows=8)
     assert price.step_seconds == 1.0
+
+
+def test_the_time_of_a_token_is_that_of_computing():
+    """Between layers, a prefill node hands KV off and waits for processors, which says nothing about computing."""
+    seconds, added = [0.0], []
+    clock = StepClock(lambda: int(seconds[0] * 1e9))
+
+    def pass_time(passed, part):
+        seconds[0] += passed
+        clock.mark(part)
+
+    def forward(batch, *, on_layer_done):
+        for layer in range(2):
+            seconds[0] += 1.0
+            on_layer_done(layer)
+        seconds[0] += 0.5
+
+    def layer_done(_layer):
+        clock.mark(Part.FORWARD)
+        pass_time(10.0, Part.HAND_OFF)
+        pass_time(100.0, Part.CPU_TURN)
+
+    price = SimpleNamespace(add_step=lambda spent, **rows: added.append((spent, rows)))
+    pool = SimpleNamespace(block_size=BLOCK, host=SimpleNamespace(price=price))
+    runner = SimpleNamespace(forward=forward, is_asynchronous=False)
+    engine = PromptEngine(pool, None, None, runner, clock=clock)
+    rows = [SequenceRows([1, 2, 3], 0, array("i", [0]), num_logits=1)]
+    for _ in range(2):
+        pass_time(1000.0, Part.IDLE)
+        engine.forward((), rows, on_layer_done=layer_done)
+    assert added == [(2.5, {"num_rows": 3, "num_prompt_rows": 3})] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -94,7 +95,7 @@ def cache():
 
 def test_blocks_come_back_in_all_planes_and_layers(log, cache):
     copies = DeviceBlockCopies(cache, 1000, CopyPrice(block_size=BLOCK, num_groups=1, max_rows=64))
-    assert log == [rows.nbytes for rows in copies.rows.values()]
+    assert log == [rows.nbytes for rows in copies.rows]
     before = {name: tensor.clone() for name, tensor in cache.tensors.items()}
     copies.save(0, 1, 0)
     copies.save(0, 2, 3)
@@ -170,3 +171,18 @@ def test_gpu_memory_for_copies_is_bounded(log, cache, monkeypatch):
     log.clear()
     copies.load(0, 1, 0)
     assert log[0] == "copies waits for use on forwards"
+
+
+def test_a_group_without_layers_takes_no_memory(log, cache):
+    """As the first group of a model whose layers all have a sliding window."""
+    cache.planes = tuple(replace(plane, window=8) for plane in PLANES)
+    cache.layer_groups, cache.window_blocks = (LayerGroup(()), LayerGroup((0, 1), window=8)), (NUM_BLOCKS,)
+    price = CopyPrice(block_size=BLOCK, num_groups=2, max_rows=64)
+    copies = DeviceBlockCopies(cache, 1000, price)
+    assert log == [copies.rows[1].nbytes]
+    before = {name: tensor.clone() for name, tensor in cache.tensors.items()}
+    for group in range(2):
+        copies.measure(group, 1)
+    copies.finish()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in cache.tensors.items())
+    assert "inf" not in str(price).partition(", compute")[0]

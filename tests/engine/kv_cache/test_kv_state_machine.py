@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from tests.support.fake_kv_cache import ScriptedKVCache
 from tests.support.pool_integrity import check_pool
+from tests.support.sequence_machine import SequenceMachine, Written
 
 NUM_BLOCKS = 12
 BLOCK = 3
 TOKENS = st.integers(0, 1)  # two values, so that prefixes are often equal
 
 
-@dataclass
-class Written:
-    """A block table and the tokens whose KV it should hold."""
-
-    kv: SequenceKV
-    token_ids: list[int]
-
-
-class KVMachine(RuleBasedStateMachine):
+class KVMachine(SequenceMachine):
     def __init__(self) -> None:
-        super().__init__()
-        self.pool = BlockPool(num_blocks=NUM_BLOCKS, block_size=BLOCK, hash_seed=b"seed")
+        super().__init__(BlockPool(num_blocks=NUM_BLOCKS, block_size=BLOCK, hash_seed=b"seed"))
         self.cache = ScriptedKVCache(num_blocks=NUM_BLOCKS, block_size=BLOCK, num_layers=1)
-        self.sequences: list[Written] = []
 
     @rule(token_ids=st.lists(TOKENS, max_size=12), data=st.data())
     def create(self, token_ids, data):
@@ -74,31 +63,9 @@ class KVMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
-    def truncate(self, data):
-        sequence = data.draw(st.sampled_from(self.sequences))
-        num_tokens = data.draw(st.integers(0, sequence.kv.num_tokens))
-        sequence.kv.truncate(num_tokens)
-        del sequence.token_ids[num_tokens:]
-
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
     def publish(self, data):
         sequence = data.draw(st.sampled_from(self.sequences))
         sequence.kv.publish(sequence.token_ids)
-
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def fork(self, data):
-        sequence = data.draw(st.sampled_from(self.sequences))
-        self.sequences.append(Written(sequence.kv.fork(), sequence.token_ids.copy()))
-
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def free(self, data):
-        sequence = data.draw(st.sampled_from(self.sequences))
-        self.sequences.remove(sequence)
-        sequence.kv.free()
-        sequence.kv.free()
 
     @invariant()
     def the_pool_is_whole(self):
@@ -110,12 +77,6 @@ class KVMachine(RuleBasedStateMachine):
             assert sequence.kv.num_tokens == len(sequence.token_ids)
             assert sequence.kv.block_table().tolist() == sequence.kv.block_ids
             assert self.cache.context(sequence.kv.block_ids, sequence.kv.num_tokens) == sequence.token_ids
-
-    def teardown(self):
-        for sequence in self.sequences:
-            sequence.kv.free()
-        check_pool(self.pool, [])
-        assert self.pool.num_free_blocks == NUM_BLOCKS
 
 
 TestKVMachine = KVMachine.TestCase

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError, StatePool, WindowPool
 from outrider.engine.kv_cache.planes import MAX_REPLAY, STATE_INTERVAL, LinearAttention, first_kept_token, last_border
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.kv_cache.state_table import SNAPSHOT_TOKENS
 from tests.support.pool_integrity import check_pool
+from tests.support.sequence_machine import SequenceMachine, Written
 
 STEP = 40
 KERNEL = 4
@@ -143,25 +142,15 @@ def test_drafts_are_limited_so_that_the_next_step_can_replay_them():
     assert most - kv.plan_states(1).position == MAX_REPLAY
 
 
-@dataclass
-class Written:
-    """A sequence and the tokens whose rows and states it should hold."""
-
-    kv: SequenceKV
-    token_ids: list[int]
-
-
-class StateMachine(RuleBasedStateMachine):
+class StateMachine(SequenceMachine):
     """Random operations in any order. Every step finds the state and the rows that it needs."""
 
-    block_size = 16
+    block_size, max_rolled_back = 16, 30
 
     def __init__(self) -> None:
-        super().__init__()
-        self.pool = make_pool(num_blocks=60, window_blocks=36, slots=9, block_size=self.block_size)
+        super().__init__(make_pool(num_blocks=60, window_blocks=36, slots=9, block_size=self.block_size))
         self.rows: dict[int, tuple[int, int]] = {}  # (position, token) by slot
         self.states: dict[int, list[int]] = {}  # the tokens before a state, by slot
-        self.sequences: list[Written] = []
 
     @rule(num_tokens=st.integers(1, 150), kind=st.integers(0, 1))
     def create(self, num_tokens, kind):
@@ -245,31 +234,9 @@ class StateMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
-    def truncate(self, data):
-        sequence = data.draw(st.sampled_from(self.sequences))
-        num_tokens = data.draw(st.integers(max(0, sequence.kv.num_tokens - 30), sequence.kv.num_tokens))
-        sequence.kv.truncate(num_tokens)
-        assert sequence.kv.num_tokens in {0, num_tokens}
-        del sequence.token_ids[sequence.kv.num_tokens :]
-
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
     def release(self, data):
         kv = data.draw(st.sampled_from(self.sequences)).kv
         data.draw(st.sampled_from([lambda: kv.release_beyond(kv.num_tokens), kv.release_behind]))()
-
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def fork(self, data):
-        sequence = data.draw(st.sampled_from(self.sequences))
-        self.sequences.append(Written(sequence.kv.fork(), sequence.token_ids.copy()))
-
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def free(self, data):
-        sequence = data.draw(st.sampled_from(self.sequences))
-        self.sequences.remove(sequence)
-        sequence.kv.free()
 
     @invariant()
     def the_pools_are_whole(self):
@@ -280,11 +247,6 @@ class StateMachine(RuleBasedStateMachine):
         check_pool(states, [[*own._slots.values(), *own._spare] for _, own in tables])
         assert states.num_free_blocks == states.num_blocks - sum(own.num_held for _, own in tables)
         assert all(position % STATE_INTERVAL == 0 for _, own in tables for position in own._slots)
-
-    def teardown(self):
-        for sequence in self.sequences:
-            sequence.kv.free()
-        assert self.pool.free_by_group == (60, 36, 9)
 
 
 class SmallBlocksMachine(StateMachine):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from outrider.engine.kv_cache import block_pool, planes
 from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError, WindowPool, max_held_blocks
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from tests.support.pool_integrity import check_pool
+from tests.support.sequence_machine import SequenceMachine, Written
 
 BLOCK = 4
 WINDOW = 10
@@ -177,22 +176,12 @@ def test_only_blocks_that_arrived_whole_are_published():
     assert len(table.pool._block_of) == 3
 
 
-@dataclass
-class Written:
-    """A sequence and the tokens whose KV it should hold."""
-
-    kv: SequenceKV
-    token_ids: list[int]
-
-
-class WindowMachine(RuleBasedStateMachine):
+class WindowMachine(SequenceMachine):
     """Random operations in any order. Every row sees its own window, and no block is lost or has two owners."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.pool = make_pool(num_blocks=24, window_blocks=14)
+        super().__init__(make_pool(num_blocks=24, window_blocks=14))
         self.content: dict[int, tuple[int, int]] = {}  # (position, token) by slot; windows after the others
-        self.sequences: list[Written] = []
 
     @rule(num_tokens=st.integers(0, 60), kind=st.integers(0, 1), data=st.data())
     def create(self, num_tokens, kind, data):
@@ -259,34 +248,12 @@ class WindowMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
-    def truncate(self, data):
-        sequence = data.draw(st.sampled_from(self.sequences))
-        num_tokens = data.draw(st.integers(0, sequence.kv.num_tokens))
-        sequence.kv.truncate(num_tokens)
-        assert sequence.kv.num_tokens in {0, num_tokens}
-        del sequence.token_ids[sequence.kv.num_tokens :]
-
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
     def publish_or_release(self, data):
         sequence = data.draw(st.sampled_from(self.sequences))
         if data.draw(st.booleans()):
             sequence.kv.publish(sequence.token_ids)
         else:
             sequence.kv.release_beyond(sequence.kv.num_tokens)
-
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def fork(self, data):
-        sequence = data.draw(st.sampled_from(self.sequences))
-        self.sequences.append(Written(sequence.kv.fork(), sequence.token_ids.copy()))
-
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def free(self, data):
-        sequence = data.draw(st.sampled_from(self.sequences))
-        self.sequences.remove(sequence)
-        sequence.kv.free()
 
     @invariant()
     def the_pools_are_whole(self):
@@ -307,11 +274,6 @@ class WindowMachine(RuleBasedStateMachine):
                 assert self.content[slot] == (position, token_id)
                 if position > kv.num_tokens - WINDOW:
                     assert self.content[in_window] == (position, token_id)
-
-    def teardown(self):
-        for sequence in self.sequences:
-            sequence.kv.free()
-        assert self.pool.free_by_group == (24, 14)
 
 
 TestWindowMachine = WindowMachine.TestCase
