@@ -7,9 +7,9 @@ All ranks compute a step at the same time, each the rows of its own sequences, a
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable
-from itertools import chain, pairwise
+from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -144,36 +144,16 @@ def divide_batch(batch: InputBatch, num_ranks: int, blocks_per_rank: int) -> tup
 
     All blocks of a sequence must be of one rank: those from rank * blocks_per_rank on.
     """
-    arrays = batch.arrays
     assert batch.num_groups == 1
-    assert not batch.adapters
-    ranks, own_blocks = np.divmod(np.frombuffer(arrays.block_tables, np.int32), np.int32(blocks_per_rank))
-    tables = array("i", own_blocks.tobytes())
+    ranks, blocks = np.divmod(np.frombuffer(batch.arrays.block_tables, np.int32), np.int32(blocks_per_rank))
+    divided = replace(batch, arrays=replace(batch.arrays, block_tables=array("i", blocks.tobytes())))
     rows: list[list[SequenceRows]] = [[] for _ in range(num_ranks)]
     order: list[list[int]] = [[] for _ in range(num_ranks)]
-    end_logit = 0
-    for sequence, (start, end) in enumerate(pairwise(arrays.query_start_loc)):
-        first, last = arrays.table_starts[sequence : sequence + 2]
-        logit, end_logit = end_logit, bisect_left(arrays.logits_rows, end)
+    num_logits = 0
+    for first, sequence in zip(batch.arrays.table_starts, divided.sequences(), strict=False):
         rank = ranks[first]
-        order[rank] += range(logit, end_logit)
-        rows[rank].append(
-            SequenceRows(
-                arrays.token_ids[start:end],
-                arrays.seq_lens[sequence] - (end - start),
-                tables[first:last],
-                end_logit - logit,
-                _parents(batch, start, end) if batch.has_trees else (),
-            )
-        )
+        rows[rank].append(sequence)
+        order[rank] += range(num_logits, num_logits + sequence.num_logits)
+        num_logits += sequence.num_logits
     no_rows = InputBatch(BatchFields(**dict.fromkeys(FIELD_NAMES, array("q"))), batch.block_size)
     return [build_input_batch(own, batch.block_size) if own else no_rows for own in rows], [*chain(*order)]
-
-
-def _parents(batch: InputBatch, start: int, end: int) -> list[int]:
-    """Returns SequenceRows.parents of the sequence with rows [start, end)."""
-    arrays, starts = batch.arrays, batch.arrays.path_starts
-    drafts = [row for row in range(start, end) if starts[row] < starts[row + 1]]
-    places = {arrays.slot_mapping[row]: place for place, row in enumerate(drafts)}
-    paths = [arrays.path_slots[starts[row] : starts[row + 1]] for row in drafts]
-    return [places[path[-2]] if len(path) > 1 else -1 for path in paths]

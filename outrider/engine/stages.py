@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 
-from outrider.engine.input_batch import BatchFields, InputBatch
+from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,55 +62,30 @@ def num_micro_batches(num_rows: int, num_stages: int, *, overhead_rows: int) -> 
 def cut_batch(batch: InputBatch, num_parts: int) -> tuple[InputBatch, ...]:
     """Cuts a batch into parts of about equally many rows, which compute the same if they run one after another.
 
-    The rows of one sequence may be in several parts, unless the batch has draft trees. The batch must have no adapters.
+    The rows of one sequence may be in several parts, unless the batch has draft trees. The model must have no linear
+    attention.
     """
-    arrays, num_rows = batch.arrays, batch.num_rows
-    assert not batch.adapters
+    num_rows, starts = batch.num_rows, batch.arrays.query_start_loc
+    assert not batch.states
     ends = {-(-num_rows * part // num_parts) for part in range(1, num_parts + 1)}
     if batch.has_trees:  # attention takes the context of a sequence's first row in the batch as the tree's
-        starts = arrays.query_start_loc
         ends = {starts[bisect_left(starts, end)] for end in ends}
     if len(ends) == 1:
         return (batch,)
-    return tuple(_rows_of(batch, start, end) for start, end in pairwise([0, *sorted(ends)]))
+    sequences, parts = list(batch.sequences()), list[InputBatch]()
+    for start, end in pairwise([0, *sorted(ends)]):
+        own = range(bisect_right(starts, start) - 1, bisect_left(starts, end))
+        rows = [_rows_of(sequences[index], start - starts[index], end - starts[index]) for index in own]
+        parts.append(build_input_batch(rows, batch.block_size))
+    return tuple(parts)
 
 
-def _rows_of(batch: InputBatch, start: int, end: int) -> InputBatch:
-    """Returns rows [start, end) as a batch of the sequences that have some of them."""
-    arrays, block_size, num_groups = batch.arrays, batch.block_size, batch.num_groups
-    starts = arrays.query_start_loc
-    first, last = bisect_right(starts, start) - 1, bisect_left(starts, end) - 1
-    own_starts = array("i", [max(row - start, 0) for row in starts[first : last + 1]]) + array("i", (end - start,))
-    seq_lens = arrays.seq_lens[first : last + 1]
-    seq_lens[-1] -= starts[last + 1] - end  # rows of the next part
-    tables = arrays.table_starts[first : last + 1]
-    tables.append(tables[-1] + -(-seq_lens[-1] // block_size))
-    logits = slice(bisect_left(arrays.logits_rows, start), bisect_left(arrays.logits_rows, end))
-    paths = arrays.path_starts[start : end + 1]
-    has_paths = bool(paths) and paths[0] < paths[-1]
-    own = BatchFields(
-        token_ids=arrays.token_ids[start:end],
-        positions=arrays.positions[start:end],
-        slot_mapping=_of_groups(arrays.slot_mapping, num_groups, start, end),
-        logits_rows=_counted_from(start, arrays.logits_rows[logits]),
-        query_start_loc=own_starts,
-        seq_lens=seq_lens,
-        table_starts=_counted_from(tables[0], tables),
-        path_starts=_counted_from(paths[0], paths) if has_paths else array("q"),
-        path_slots=_of_groups(arrays.path_slots, num_groups, paths[0], paths[-1]) if has_paths else array("q"),
-        attention_plan=array("i"),
-        block_tables=_of_groups(arrays.block_tables, num_groups, tables[0], tables[-1]),
+def _rows_of(sequence: SequenceRows, start: int, end: int) -> SequenceRows:
+    """Returns those of a sequence's rows that are in [start, end), counted from its first row."""
+    num_rows, start = len(sequence.token_ids), max(start, 0)
+    num_after = max(num_rows - end, 0)
+    return sequence._replace(
+        token_ids=sequence.token_ids[start:end],
+        start_position=sequence.start_position + start,
+        num_logits=min(max(sequence.num_logits - num_after, 0), num_rows - num_after - start),
     )
-    return InputBatch(own, block_size)
-
-
-def _of_groups(values: array[int], num_groups: int, start: int, end: int) -> array[int]:
-    """Returns values [start, end) of every group."""
-    size, found = len(values) // num_groups, array(values.typecode)
-    for first in range(0, num_groups * size, size):
-        found += values[first + start : first + end]
-    return found
-
-
-def _counted_from(first: int, numbers: array[int]) -> array[int]:
-    return array(numbers.typecode, [number - first for number in numbers])
