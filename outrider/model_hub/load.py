@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -60,7 +61,7 @@ from outrider.model_hub.support import (
     own_logits,
     probe_token_ids,
 )
-from outrider.model_hub.tensor_parallel import check_split, device_of_rank, own_rank
+from outrider.model_hub.tensor_parallel import check_split, device_of_rank
 from outrider.model_hub.weight_format import WeightFormat, choose_weight_format
 from outrider.model_hub.window import Window, fix_rotations, resolve_window
 from outrider.progress import Progress, no_progress
@@ -87,7 +88,8 @@ class _Source:
 def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> LoadedModel:
     """Finds, loads and checks the model of `config`.
 
-    Sets torch's number of threads: to the configured number, or to one if torch computes little besides native layers.
+    A rank must have joined the others. Sets torch's number of threads: to the configured number, or to one if torch
+    computes little besides native layers.
 
     Raises: ModelError if weights, tokenizer or architecture cannot be served, ConfigError if settings do not fit this
     machine, NotFoundError if the model does not exist.
@@ -114,16 +116,11 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
 
 def _open_source(config: ModelConfig, location: ModelLocation, progress: Progress) -> _Source:
     """Chooses how to compute the model, by its configuration. Raises: as `load_model`."""
-    num_ranks = config.tensor_parallel_size
-    device = resolve_device(config.device)
-    if num_ranks > 1:
-        device = device_of_rank(config, own_rank(config))
-    elif division := own_division(config):
-        device = division.device
+    device = resolve_device(config.device) if config.num_ranks == 1 else device_of_rank(config, dist.get_rank())
     hf_config = read_config(location.directory)
     check_config(hf_config, device)
     checkpoint = open_checkpoint(location.directory, device)
-    if checkpoint is not None and num_ranks > 1:
+    if checkpoint is not None and (num_ranks := config.tensor_parallel_size) > 1:
         raise ConfigError(f"model.tensor_parallel_size is {num_ranks}, but {checkpoint.format} cannot be divided")
     text_config = hf_config.get_text_config(decoder=True)
     window = resolve_window(text_config, config.max_model_len)
