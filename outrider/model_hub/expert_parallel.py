@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -58,8 +57,3 @@ def drop_output_layer(model: RunnableModel) -> None:
     """Frees the output layer, which only rank 0 needs."""
     assert model.model is not None
     model.model.set_output_embeddings(nn.Identity())
-
-
-def set_group_timeout(timeout_seconds: float) -> None:
-    """Sets the timeout of collectives, which is longer while models are loaded."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), dist.group.WORLD)  # noqa: SLF001 only this

@@ -75,7 +75,7 @@ def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
     is_data_parallel = start.config.expert_parallel_size > 1
     timeout_seconds = START_SECONDS if is_data_parallel else start.timeout_seconds  # loading exchanges rows
     join(start.config, start.rank, start.store, timeout_seconds=timeout_seconds)
-    if is_stage := start.config.pipeline_parallel_size > 1:
+    if start.config.pipeline_parallel_size > 1:
         from outrider.model_hub.pipeline import open_stage
 
         model = open_stage(start.config, start.rank, progress=progress)
@@ -88,12 +88,10 @@ def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
         shape = model.spec.attention_shape
         attention = make_attention_backend(start.config.attention, model.device, model.spec.dtype, **shape)
     reserved = profile_run(model, attention, num_rows=start.max_rows_per_step, block_size=start.block_size)
-    if is_data_parallel:
-        from outrider.model_hub.expert_parallel import drop_output_layer, set_group_timeout
-
-        set_group_timeout(start.timeout_seconds)
-        if start.rank:
-            drop_output_layer(model)
-    elif model.model is not None and not is_stage:
+    if model.model is not None:
         set_collective_timeout(model.model, timeout_seconds=start.timeout_seconds)
+    if is_data_parallel and start.rank:
+        from outrider.model_hub.expert_parallel import drop_output_layer
+
+        drop_output_layer(model)
     return Shard(model, attention, KVMemory.of(model.device, reserved), is_data_parallel)

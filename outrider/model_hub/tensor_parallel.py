@@ -106,9 +106,12 @@ def device_of_rank(config: ModelConfig, rank: int) -> str:
 
 
 def set_collective_timeout(model: PreTrainedModel, *, timeout_seconds: float) -> None:
-    """Sets the timeout of collectives, so that a hanging rank becomes an error. torch's default is half an hour."""
-    mesh: Any = model._device_mesh  # noqa: SLF001 available nowhere else in transformers
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), mesh.get_group("tp"))  # noqa: SLF001
+    """Sets the timeout of a loaded model's collectives, so that a hanging rank becomes an error. While models are
+    loaded, it may be longer; with tensor parallelism it is torch's default then, half an hour.
+    """
+    mesh: Any = model._device_mesh  # noqa: SLF001 available nowhere else in transformers; None: not its plan
+    group = dist.group.WORLD if mesh is None else mesh.get_group("tp")
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)  # noqa: SLF001 only this
 
 
 def check_split(spec: ModelSpec, config: PretrainedConfig, num_ranks: int) -> None:
