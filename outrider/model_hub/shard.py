@@ -55,8 +55,7 @@ class Shard:
         if self.is_data_parallel:
             from outrider.engine.data_parallel import DataParallelRunner
 
-            own: Any = make_runner(self.model, kv_cache, self.attention)
-            return DataParallelRunner(self.model, own)
+            return DataParallelRunner(self.model, kv_cache, self.attention)
         if self.model.stage is None:
             return make_runner(self.model, kv_cache, self.attention, features=features)
         from outrider.engine.stage_runner import StageRunner

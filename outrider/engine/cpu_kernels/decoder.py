@@ -140,7 +140,7 @@ class NativeStep(ModelRunner):
                 self._run_layers(struct, layer, layer + 1)
                 on_layer_done(layer)
         if not self._is_last:
-            left = np.empty((batch.num_rows, self.state_bytes), dtype=np.uint8)
+            left = self.empty_states(batch.num_rows)
             self._functions.outrider_save_states(*rows, left.ctypes.data)
             return left
         logits: Logits = np.empty((batch.num_logits, self._struct.vocab_size), dtype=np.float32)
@@ -149,6 +149,10 @@ class NativeStep(ModelRunner):
             self._workspace.handle,
             self._struct,
             _address(batch.arrays.logits_rows),
+    def empty_states(self, num_rows: int) -> npt.NDArray[np.uint8]:
+        """Allocates the states of rows between two stages: [num_rows, state_bytes]."""
+        return np.empty((num_rows, self.state_bytes), dtype=np.uint8)
+
             batch.num_logits,
             logits.ctypes.data,
             None,
