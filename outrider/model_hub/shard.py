@@ -69,6 +69,7 @@ def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
     """Joins the other ranks and loads this rank's shard. Raises: what `load_model` raises."""
     from outrider.engine.attention import make_attention_backend
     from outrider.engine.open_runner import profile_run
+    from outrider.model_hub.kernels import choose_attention
     from outrider.model_hub.tensor_parallel import join, set_collective_timeout
 
     is_data_parallel = start.config.expert_parallel_size > 1
@@ -84,8 +85,8 @@ def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
         model = load_model(start.config, progress=progress)
     attention = None
     if model.model is not None:
-        shape = model.spec.attention_shape
-        attention = make_attention_backend(start.config.attention, model.device, model.spec.dtype, **shape)
+        name, shape = choose_attention(start.config, model.device), model.spec.attention_shape
+        attention = make_attention_backend(name, model.device, model.spec.dtype, **shape)
     reserved = profile_run(model, attention, num_rows=start.max_rows_per_step, block_size=start.block_size)
     if model.model is not None:
         set_collective_timeout(model.model, timeout_seconds=start.timeout_seconds)
