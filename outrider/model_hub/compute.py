@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.device import device_type
@@ -59,20 +59,10 @@ class ModelRuntime:
         Raises: ConfigError, see open_host_store.
         """
         cache, seed = self.kv_cache, bytes.fromhex(self.model.info.fingerprint)
+        named: dict[str, Any] = {"hash_seed": seed, "enable_prefix_cache": config.prefix_cache}
         if isinstance(cache, DividedKVCache):
-            return DividedPool(
-                cache.num_ranks,
-                num_blocks=cache.local.num_blocks,
-                block_size=cache.block_size,
-                hash_seed=seed,
-                enable_prefix_cache=config.prefix_cache,
-            )
-        pool = make_pool(
-            cache,
-            hash_seed=seed,
-            max_step_tokens=self.max_rows_per_step,
-            enable_prefix_cache=config.prefix_cache,
-        )
+            return DividedPool(cache.num_ranks, num_blocks=cache.local.num_blocks, block_size=cache.block_size, **named)
+        pool = make_pool(cache, max_step_tokens=self.max_rows_per_step, **named)
         if config.host_bytes:
             max_rows = min(self.max_rows_per_step, PROMPT_ROWS[device_type(self.model.device)])
             max_rows = min(max_rows, self.model.info.max_model_len)

@@ -16,15 +16,8 @@ class DividedPool(BlockPool):
     with the same beginning share blocks within a rank.
     """
 
-    def __init__(
-        self, num_parts: int, *, num_blocks: int, block_size: int, hash_seed: bytes, enable_prefix_cache: bool = True
-    ) -> None:
-        """`num_blocks`: the number of blocks of each part."""
-        settings: dict[str, Any] = {
-            "block_size": block_size,
-            "hash_seed": hash_seed,
-            "enable_prefix_cache": enable_prefix_cache,
-        }
+    def __init__(self, num_parts: int, *, num_blocks: int, **settings: Any) -> None:
+        """`num_blocks`: the number of blocks of each part. `settings`: other arguments of BlockPool, for each part."""
         super().__init__(num_blocks=num_parts * num_blocks, **settings)
         self._free.clear()  # all blocks are the parts'
         self.num_blocks_together = num_blocks
