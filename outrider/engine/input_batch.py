@@ -223,8 +223,7 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
     table_starts, block_tables = array("i", (0,)), array("i")
     paths: dict[int, list[int]] = {}  # places in `slots`, by row
     num_rows = 0
-    has_adapters = False
-    for index, (tokens, start, block_ids, num_logits, parents, adapter, _, _) in enumerate(rows):
+    for index, (tokens, start, block_ids, num_logits, parents, _, _, _) in enumerate(rows):
         num = len(tokens)
         end = start + num
         used = -(-end // block_size)
@@ -245,7 +244,6 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
             _add_slots(slots, start, end, block_ids, block_size)
         if parents:
             _place_tree(index, rows[index], positions, paths)
-        has_adapters |= adapter is not None
         num_rows += num
         if num_logits == 1:
             logits_rows.append(num_rows - 1)
@@ -270,10 +268,11 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
         attention_plan=array("i"),
         block_tables=block_tables,
     )
+    adapters = tuple(each.adapter for each in rows)
     return InputBatch(
         arrays,
         block_size,
-        adapters=tuple(each.adapter for each in rows) if has_adapters else (),
+        adapters=adapters if any(each is not None for each in adapters) else (),
         states=tuple(each.states for each in rows) if rows[0].states is not None else (),
     )
 

@@ -52,14 +52,13 @@ def open_stage(config: ModelConfig, rank: int, *, progress: Progress = no_progre
     """
     device = device_of_rank(config, rank)
     alone = replace(config, pipeline_parallel_size=1)
-    if device_type(device) == "cpu":
-        model = open_model(alone, progress=progress)
-    else:
-        from outrider.model_hub.load import load_model, read_config, resolve_dtype  # imports transformers
+    if device_type(device) != "cpu":
+        from outrider.model_hub.load import read_config, resolve_dtype  # imports transformers
 
         files = locate_model(config, progress=progress).directory
         dtype = resolve_dtype(config.dtype, device, read_config(files), is_native=False)
-        model = load_model(replace(alone, device="cpu", kernels="torch", dtype=dtype), progress=progress)
+        alone = replace(alone, device="cpu", kernels="torch", dtype=dtype)
+    model = open_model(alone, progress=progress)
     stage = Stage.of_rank(rank, config.pipeline_parallel_size, model.spec.num_layers)
     if isinstance(model.native, NativeDecoder):
         model = replace(model, native=model.native.of_layers(stage.layers))
