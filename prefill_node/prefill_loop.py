@@ -50,9 +50,7 @@ from prefill_node.statistics import PromptTokens, StepStats
 from prefill_node.task import Chunk, PrefillTask, chunk_rows
 from prefill_node.turn import PrefillTurn
 
-MAX_PUSHES = (
-    64  # at most 32 go to one decode node; a push has threads in each rank and may outlast its job's computation
-)
+MAX_PUSHES = 64  # at most 32 go to one decode node; a push has threads in each rank, and may outlast its computation
 STOP_SECONDS = 2.0
 log = get_logger("prefill_node")
 

@@ -7,9 +7,9 @@ All ranks compute a step at the same time, each the rows of its own sequences, a
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable
-from itertools import chain, pairwise
+from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outrider.engine.divided_experts import divided_layers
 from outrider.engine.input_batch import FIELD_NAMES, BatchFields, InputBatch, SequenceRows, build_input_batch
-from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.module_steps import ModuleSteps
 from outrider.engine.ranks.commands import RenewCopies, Step
 from outrider.engine.ranks.group import RankGroup
@@ -28,28 +28,27 @@ from outrider.engine.runner_base import ModelRunner, RankLoad
 
 if TYPE_CHECKING:
     from outrider.engine.arrays import Array
+    from outrider.engine.attention.base import AttentionBackend
 
 RENEWAL_STEPS = 100
 """Number of steps after which the copies of experts in one layer, the next one, are chosen anew."""
 
 
-class DataParallelRunner(ModelRunner):
+class DataParallelRunner(ModuleSteps):
     """A rank's runner. All ranks of the process group must call its methods in the same order.
 
     It is not asynchronous on a GPU either, because the host waits in each layer with experts.
     """
 
-    def __init__(self, model: RunnableModel, steps: ModuleSteps) -> None:
-        """`steps`: computes the rows of this rank."""
-        assert model.model is not None
-        self.attention_name, self.can_be_traced = steps.attention_name, steps.can_be_traced
-        self.layers = list(divided_layers(model.model))
-        self.hidden_size = model.model.config.get_text_config(decoder=True).hidden_size
-        self._dtype, self._device = TORCH_DTYPES[model.spec.dtype], model.device
-        self._num_layers = model.spec.num_layers
-        self.steps = steps
+    def __init__(self, model: RunnableModel, kv_cache: PagedKVCache, attention: AttentionBackend | None) -> None:
+        """Takes arguments of make_runner."""
+        super().__init__(model, kv_cache, attention)
+        self.is_asynchronous = False
+        self.layers = list(divided_layers(self._model))
 
-    def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
+    def forward(
+        self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None, **_others: object
+    ) -> Array:
         """Computes this rank's batch, which may have no rows, and sends what the output layer takes to rank 0.
 
         The result has no logits. Raises: RuntimeError if another rank is gone or too slow.
@@ -57,7 +56,7 @@ class DataParallelRunner(ModelRunner):
         hidden = self.hidden_rows(batch, on_layer_done)
         if len(hidden):
             dist.send(hidden.contiguous(), 0)
-        return self.steps.logits_of(hidden[:0])
+        return self.logits_of(hidden[:0])
 
     @torch.inference_mode()
     def hidden_rows(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
@@ -66,8 +65,8 @@ class DataParallelRunner(ModelRunner):
         Raises: RuntimeError if another rank is gone or too slow.
         """
         if batch.num_rows:
-            return self.steps.hidden_rows(batch, on_layer_done)
-        rows = self.empty_rows(0)
+            return super().hidden_rows(batch, on_layer_done)
+        rows = self.empty_states(0)
         num_dense = self._num_layers - len(self.layers)  # as if these layers came first
         for layer in range(self._num_layers):
             if layer >= num_dense:
@@ -76,10 +75,6 @@ class DataParallelRunner(ModelRunner):
             if on_layer_done is not None:
                 on_layer_done(layer)
         return rows
-
-    def empty_rows(self, num_rows: int) -> Tensor:
-        """Allocates hidden states: [num_rows, hidden_size]."""
-        return torch.empty((num_rows, self.hidden_size), dtype=self._dtype, device=self._device)
 
     def renew_copies(self, layer: int) -> None:
         """Chooses the copies of experts anew, in this one of the layers with experts."""
@@ -111,13 +106,13 @@ class LeadingDataRunner(ModelRunner):
         with self._ranks.running(*(Step((own,), reports_layers=reports) for own in batches[1:])):
             hidden = [self._runner.hidden_rows(batches[0], layer_done if reports else None)]
             for rank, own in enumerate(batches[1:], start=1):
-                hidden.append(self._runner.empty_rows(own.num_logits))
+                hidden.append(self._runner.empty_states(own.num_logits))
                 if own.num_logits:
                     dist.recv(hidden[rank], rank)
             by_rank = torch.cat(hidden)
             rows = torch.empty_like(by_rank)
             rows[torch.as_tensor(order, dtype=torch.int64, device=rows.device)] = by_rank
-            logits = self._runner.steps.logits_of(rows)
+            logits = self._runner.logits_of(rows)
         rows_by_rank = [num + own.num_rows for num, own in zip(self.rank_load.rows_by_rank, batches, strict=True)]
         self.rank_load = self.rank_load._replace(rows_by_rank=tuple(rows_by_rank))
         self._num_steps += 1
@@ -144,36 +139,16 @@ def divide_batch(batch: InputBatch, num_ranks: int, blocks_per_rank: int) -> tup
 
     All blocks of a sequence must be of one rank: those from rank * blocks_per_rank on.
     """
-    arrays = batch.arrays
     assert batch.num_groups == 1
-    assert not batch.adapters
-    ranks, own_blocks = np.divmod(np.frombuffer(arrays.block_tables, np.int32), np.int32(blocks_per_rank))
-    tables = array("i", own_blocks.tobytes())
+    ranks, blocks = np.divmod(np.frombuffer(batch.arrays.block_tables, np.int32), np.int32(blocks_per_rank))
+    divided = replace(batch, arrays=replace(batch.arrays, block_tables=array("i", blocks.tobytes())))
     rows: list[list[SequenceRows]] = [[] for _ in range(num_ranks)]
     order: list[list[int]] = [[] for _ in range(num_ranks)]
-    end_logit = 0
-    for sequence, (start, end) in enumerate(pairwise(arrays.query_start_loc)):
-        first, last = arrays.table_starts[sequence : sequence + 2]
-        logit, end_logit = end_logit, bisect_left(arrays.logits_rows, end)
+    num_logits = 0
+    for first, sequence in zip(batch.arrays.table_starts, divided.sequences(), strict=False):
         rank = ranks[first]
-        order[rank] += range(logit, end_logit)
-        rows[rank].append(
-            SequenceRows(
-                arrays.token_ids[start:end],
-                arrays.seq_lens[sequence] - (end - start),
-                tables[first:last],
-                end_logit - logit,
-                _parents(batch, start, end) if batch.has_trees else (),
-            )
-        )
+        rows[rank].append(sequence)
+        order[rank] += range(num_logits, num_logits + sequence.num_logits)
+        num_logits += sequence.num_logits
     no_rows = InputBatch(BatchFields(**dict.fromkeys(FIELD_NAMES, array("q"))), batch.block_size)
     return [build_input_batch(own, batch.block_size) if own else no_rows for own in rows], [*chain(*order)]
-
-
-def _parents(batch: InputBatch, start: int, end: int) -> list[int]:
-    """Returns SequenceRows.parents of the sequence with rows [start, end)."""
-    arrays, starts = batch.arrays, batch.arrays.path_starts
-    drafts = [row for row in range(start, end) if starts[row] < starts[row + 1]]
-    places = {arrays.slot_mapping[row]: place for place, row in enumerate(drafts)}
-    paths = [arrays.path_slots[starts[row] : starts[row + 1]] for row in drafts]
-    return [places[path[-2]] if len(path) > 1 else -1 for path in paths]

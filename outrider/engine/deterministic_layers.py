@@ -14,7 +14,7 @@ import triton
 from torch import Tensor, nn
 
 from outrider.engine.divided_experts import ExpertDivision
-from outrider.engine.experts import replace_experts
+from outrider.engine.experts import MakeExperts, replace_experts
 from outrider.engine.gpu_kernels.decoder import Norm, rms_norm
 from outrider.engine.gpu_kernels.experts import SortedSlots, grouped_linear, sort_slots, sum_of_slots
 from outrider.engine.gpu_kernels.layers import PRODUCT_TILE, linear
@@ -87,7 +87,10 @@ class DeterministicRMSNorm(nn.Module):
 
 def make_deterministic(model: nn.Module, division: ExpertDivision | None = None) -> None:
     """Replaces the model's linear layers, experts and norms in place. `division`: as in NativeLayers.replace_in."""
-    make_experts = DeterministicExperts if division is None else division.divided(DeterministicExperts)
+    make_experts: MakeExperts = DeterministicExperts
+    if division is not None:
+        division.move_others(model)
+        make_experts = division.divided(DeterministicExperts)
     replace_experts(model, make_experts, DeterministicLinear)
     replace_linear_layers(model, DeterministicLinear)
     replace_norms(model, DeterministicRMSNorm)

@@ -64,16 +64,12 @@ class ExpertDivision:
 class DividedExperts(nn.Module):
     """Takes the place of a layer's experts. All ranks must call `forward` and `renew_copies` in the same order."""
 
-    _homes: Tensor
-    _counts: Tensor
-
     def __init__(self, own: OwnExperts, num_experts: int, division: ExpertDivision) -> None:
         """`own`: this rank's experts. `num_experts`: the number of experts in all ranks."""
         super().__init__()
         self._own, self._num_experts, self._division = own, num_experts, division
         homes = home_ranks(num_experts, division.num_ranks)
-        starts = [home_range(num_experts, division.num_ranks, rank).start for rank in homes]
-        places = [expert - start for expert, start in enumerate(starts)]
+        places = [expert - homes.index(rank) for expert, rank in enumerate(homes)]
         device = own.memory_of(0)[0].device
         # By copy and expert: its rank, and its place among the experts of this rank. Without a copy, both are the same.
         self._where = torch.tensor([[homes, places]] * 2, device=device)

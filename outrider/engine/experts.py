@@ -60,7 +60,7 @@ def gate_of(experts: Any) -> Gate | None:
         return None
     width = experts.down_proj.shape[1 if experts.is_transposed else 2]
     rows = 9.0 * torch.randn((4, 2 * width), generator=torch.Generator().manual_seed(0))  # far beyond usual limits
-    gate, up = rows.chunk(2, dim=-1) if experts.is_concatenated else (rows[:, ::2], rows[:, 1::2])
+    gate, up = (rows[:, part] for part in _gate_and_up(experts, 2 * width))
     alpha, limit = (float(getattr(experts, name, None) or 0.0) for name in ("alpha", "limit"))
     expected = experts._apply_gate(rows)  # noqa: SLF001 the name that transformers gives it in any experts
     candidates = (Gate(), Gate(1), Gate(2, alpha, limit, shift=1.0), Gate(2, limit=limit))
@@ -69,21 +69,18 @@ def gate_of(experts: Any) -> Gate | None:
 
 def linears_of(experts: Any, index: int) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yields the weight [out_features, in_features] and bias of one expert's gate, up and down projection."""
-
-    def projection(name: str) -> tuple[Tensor, Tensor | None]:
+    for name in EXPERT_WEIGHTS:
         weight = getattr(experts, name)[index].detach()
+        weight = weight.T if experts.is_transposed else weight
         bias = getattr(experts, f"{name}_bias")[index].detach() if experts.has_bias else None
-        return weight.T if experts.is_transposed else weight, bias
+        for part in _gate_and_up(experts, len(weight)) if name == EXPERT_WEIGHTS[0] else (slice(None),):
+            yield weight[part].contiguous(), None if bias is None else bias[part].contiguous()
 
-    weight, bias = projection(EXPERT_WEIGHTS[0])
-    half = len(weight) // 2
-    of_gate_and_up = (
-        (slice(half), slice(half, None)) if experts.is_concatenated else (slice(0, None, 2), slice(1, None, 2))
-    )
-    for rows in of_gate_and_up:
-        yield weight[rows].contiguous(), None if bias is None else bias[rows].contiguous()
-    weight, bias = projection(EXPERT_WEIGHTS[1])
-    yield weight.contiguous(), bias
+
+def _gate_and_up(experts: Any, size: int) -> tuple[slice, slice]:
+    """Returns the places of gates and of other values among the `size` outputs of a joined projection."""
+    half = size // 2
+    return (slice(half), slice(half, None)) if experts.is_concatenated else (slice(0, None, 2), slice(1, None, 2))
 
 
 def in_whole_vectors(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -126,8 +128,33 @@ class InputBatch:
 
     def with_plan(self, plan: array[int]) -> InputBatch:
         """Returns the same batch with an `attention_plan`. It shares all other arrays, but no tensors."""
-        arrays = replace(self.arrays, attention_plan=plan)
-        return InputBatch(arrays, self.block_size, self.is_padded, self.adapters, self.states)
+        return replace(self, arrays=replace(self.arrays, attention_plan=plan))
+
+    def sequences(self) -> Iterator[SequenceRows]:
+        """Yields what `build_input_batch` makes this batch from. The batch must not be padded."""
+        arrays, size, end_logit = self.arrays, self.num_table_blocks, 0
+        tables = [arrays.block_tables[group * size : (group + 1) * size] for group in range(self.num_groups)]
+        for index, (start, end) in enumerate(pairwise(arrays.query_start_loc)):
+            blocks = slice(*arrays.table_starts[index : index + 2])
+            logit, end_logit = end_logit, bisect_left(arrays.logits_rows, end)
+            yield SequenceRows(
+                arrays.token_ids[start:end],
+                arrays.seq_lens[index] - (end - start),
+                tables[0][blocks],
+                end_logit - logit,
+                self._parents(start, end) if self.has_trees else (),
+                self.adapters[index] if self.adapters else None,
+                [table[blocks] for table in tables[1:]],
+                self.states[index] if self.states else None,
+            )
+
+    def _parents(self, start: int, end: int) -> list[int]:
+        """Returns SequenceRows.parents of the sequence with rows [start, end)."""
+        arrays, starts = self.arrays, self.arrays.path_starts
+        drafts = [row for row in range(start, end) if starts[row] < starts[row + 1]]
+        places = {arrays.slot_mapping[row]: place for place, row in enumerate(drafts)}
+        paths = [arrays.path_slots[starts[row] : starts[row + 1]] for row in drafts]
+        return [places[path[-2]] if len(path) > 1 else -1 for path in paths]
 
     def context_slots(self, sequence: int, num_tokens: int, group: int = 0) -> Slots:
         """Returns the slots of a sequence's first tokens, from its block table: [num_tokens] int64."""
@@ -196,8 +223,7 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
     table_starts, block_tables = array("i", (0,)), array("i")
     paths: dict[int, list[int]] = {}  # places in `slots`, by row
     num_rows = 0
-    has_adapters = False
-    for index, (tokens, start, block_ids, num_logits, parents, adapter, _, _) in enumerate(rows):
+    for index, (tokens, start, block_ids, num_logits, parents, _, _, _) in enumerate(rows):
         num = len(tokens)
         end = start + num
         used = -(-end // block_size)
@@ -218,7 +244,6 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
             _add_slots(slots, start, end, block_ids, block_size)
         if parents:
             _place_tree(index, rows[index], positions, paths)
-        has_adapters |= adapter is not None
         num_rows += num
         if num_logits == 1:
             logits_rows.append(num_rows - 1)
@@ -243,10 +268,11 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
         attention_plan=array("i"),
         block_tables=block_tables,
     )
+    adapters = tuple(each.adapter for each in rows)
     return InputBatch(
         arrays,
         block_size,
-        adapters=tuple(each.adapter for each in rows) if has_adapters else (),
+        adapters=adapters if any(each is not None for each in adapters) else (),
         states=tuple(each.states for each in rows) if rows[0].states is not None else (),
     )
 

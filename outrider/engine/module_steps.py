@@ -23,7 +23,7 @@ from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import STATE_PLANE
-from outrider.engine.kv_cache.tensor_planes import tensor_of
+from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES, tensor_of
 from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.runner_base import ModelRunner
 from outrider.engine.stages import Stage
@@ -59,6 +59,8 @@ class ModuleSteps(ModelRunner):
         self._fused = model.fused
         self._vocab_size = model.spec.vocab_size
         self._num_layers = model.spec.num_layers
+        self._hidden_size = model.model.config.get_text_config(decoder=True).hidden_size
+        self._dtype = TORCH_DTYPES[model.spec.dtype]
         self._stage = model.stage
         self._first_layer = 0 if model.stage is None else model.stage.layers.start
         self._is_native = model.native is not None
@@ -146,6 +148,10 @@ class ModuleSteps(ModelRunner):
         if not stage.is_last:
             return leaving[0]
         return logits.numpy() if self._is_native else logits
+
+    def empty_states(self, num_rows: int) -> Tensor:
+        """Allocates the hidden states of rows: [num_rows, hidden_size]."""
+        return torch.empty((num_rows, self._hidden_size), dtype=self._dtype, device=self._kv_cache.device)
 
     @torch.inference_mode()
     def hidden_rows(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from outrider.engine.cpu_kernels.decoder import NativeStep
 from outrider.engine.input_batch import InputBatch
-from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.engine.module_steps import ModuleSteps
 from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.runner_base import ModelRunner
@@ -37,14 +36,7 @@ class StageRunner(ModelRunner):
         self.is_asynchronous = steps.is_asynchronous
         self._stage = model.stage
         self._steps = steps
-        self._device = model.device
         self._vocab_size = model.spec.vocab_size
-        if isinstance(steps, NativeStep):
-            self._width, self._dtype = steps.state_bytes, torch.uint8
-        else:
-            assert model.model is not None
-            text = model.model.config.get_text_config(decoder=True)
-            self._width, self._dtype = text.hidden_size, TORCH_DTYPES[model.spec.dtype]
         self._sending: tuple[Any, Tensor] | None = None
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
@@ -56,7 +48,7 @@ class StageRunner(ModelRunner):
         """
         stage, states = self._stage, None
         if not stage.is_first:
-            states = torch.empty((batch.num_rows, self._width), dtype=self._dtype, device=self._device)
+            states = torch.as_tensor(self._steps.empty_states(batch.num_rows))
             dist.recv(states, stage.index)  # from the rank of the stage before
             if on_layer_done is not None:
                 for layer in range(stage.layers.start):

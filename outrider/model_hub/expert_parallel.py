@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -15,9 +13,8 @@ from outrider.engine.model_spec import ModelSpec
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.kernels import resolve_device
 from outrider.model_hub.support import NUMBERS_OF_EXPERTS
-from outrider.model_hub.tensor_parallel import device_of_rank
+from outrider.model_hub.tensor_parallel import check_division, device_of_rank
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -25,24 +22,15 @@ if TYPE_CHECKING:
 
 def check_expert_parallel(config: ModelConfig, model: PretrainedConfig) -> None:
     """Raises ConfigError if `expert_parallel_size` does not fit the other settings, the model or the machine."""
-    num_ranks = config.expert_parallel_size
-    name = f"model.expert_parallel_size {num_ranks}"
-    for setting in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if (other := getattr(config, setting)) > 1:
-            raise ConfigError(f"{name} does not go with model.{setting} {other}")
     text = model.get_text_config(decoder=True)
     num_experts = max(getattr(text, each, None) or 0 for each in NUMBERS_OF_EXPERTS)
-    if num_experts < num_ranks:
-        raise ConfigError(f"{name} is more than the {num_experts} experts of {text.model_type}")
-    if others := set(getattr(text, "layer_types", None) or ()) - {"full_attention"}:
-        raise ConfigError(f"{name} does not go with layers of type {', '.join(sorted(others))}")
-    device = torch.device(resolve_device(config.device))
-    if device.type == "cpu":
-        return
-    if not config.deterministic:
-        raise ConfigError(f"{name} needs model.deterministic on a GPU")
-    if device.index or torch.cuda.device_count() < num_ranks:
-        raise ConfigError(f"{name} needs the first {num_ranks} CUDA devices: torch sees {torch.cuda.device_count()}")
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"})
+    refusals = [
+        (num_experts < config.expert_parallel_size, f"is more than the {num_experts} experts of {text.model_type}"),
+        (others, f"does not go with layers of type {', '.join(others)}"),
+    ]
+    on_gpus = [(not config.deterministic, "needs model.deterministic on a GPU")]
+    check_division(config, "expert_parallel_size", refusals, on_gpus=on_gpus)
 
 
 def own_division(config: ModelConfig) -> ExpertDivision | None:
@@ -69,8 +57,3 @@ def drop_output_layer(model: RunnableModel) -> None:
     """Frees the output layer, which only rank 0 needs."""
     assert model.model is not None
     model.model.set_output_embeddings(nn.Identity())
-
-
-def set_group_timeout(timeout_seconds: float) -> None:
-    """Sets the timeout of collectives, which is longer while models are loaded."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), dist.group.WORLD)  # noqa: SLF001 only this

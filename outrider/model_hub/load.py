@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -60,7 +61,7 @@ from outrider.model_hub.support import (
     own_logits,
     probe_token_ids,
 )
-from outrider.model_hub.tensor_parallel import check_split, device_of_rank, own_rank
+from outrider.model_hub.tensor_parallel import check_split, device_of_rank
 from outrider.model_hub.weight_format import WeightFormat, choose_weight_format
 from outrider.model_hub.window import Window, fix_rotations, resolve_window
 from outrider.progress import Progress, no_progress
@@ -87,7 +88,8 @@ class _Source:
 def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> LoadedModel:
     """Finds, loads and checks the model of `config`.
 
-    Sets torch's number of threads: to the configured number, or to one if torch computes little besides native layers.
+    A rank must have joined the others. Sets torch's number of threads: to the configured number, or to one if torch
+    computes little besides native layers.
 
     Raises: ModelError if weights, tokenizer or architecture cannot be served, ConfigError if settings do not fit this
     machine, NotFoundError if the model does not exist.
@@ -114,16 +116,11 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
 
 def _open_source(config: ModelConfig, location: ModelLocation, progress: Progress) -> _Source:
     """Chooses how to compute the model, by its configuration. Raises: as `load_model`."""
-    num_ranks = config.tensor_parallel_size
-    device = resolve_device(config.device)
-    if num_ranks > 1:
-        device = device_of_rank(config, own_rank(config))
-    elif division := own_division(config):
-        device = division.device
+    device = resolve_device(config.device) if config.num_ranks == 1 else device_of_rank(config, dist.get_rank())
     hf_config = read_config(location.directory)
     check_config(hf_config, device)
     checkpoint = open_checkpoint(location.directory, device)
-    if checkpoint is not None and num_ranks > 1:
+    if checkpoint is not None and (num_ranks := config.tensor_parallel_size) > 1:
         raise ConfigError(f"model.tensor_parallel_size is {num_ranks}, but {checkpoint.format} cannot be divided")
     text_config = hf_config.get_text_config(decoder=True)
     window = resolve_window(text_config, config.max_model_len)
@@ -240,14 +237,12 @@ def _numerics(source: _Source, model: RunnableModel) -> Numerics:
     if model.native is not None:
         by_layers = isinstance(model.native, NativeLayers)
         # torch computes Conv1D, experts of unknown forms and everything else that is none of our layers.
-        batch_invariance = (
-            torch_batch_invariance(dtype) if by_layers and depends_on_batch(model) else BatchInvariance.EXACT
-        )
+        depends = by_layers and depends_on_batch(model)
         return native_numerics(
             source.kernels.arithmetic,
             by_layers=by_layers,
             weights=source.weights.numerics_note,
-            batch_invariance=batch_invariance,
+            batch_invariance=torch_batch_invariance(dtype) if depends else BatchInvariance.EXACT,
         )
     if not config.deterministic:
         return torch_numerics(dtype, device_type(model.device), num_ranks=config.tensor_parallel_size)
@@ -273,23 +268,20 @@ def _make_runnable(
         from outrider.engine.fused_decoder import FusedDecoder  # imports triton
 
         return replace(runnable, fused=FusedDecoder(model, spec, layers, is_deterministic=config.deterministic))
-    if kernels.library is None:
+    if kernels.library is not None:
+        native = NativeLayers(start_kernels(kernels, config), quantise=source.weights.rounded_to)
+        native.replace_in(model, division)
+        torch.set_num_threads(1)  # torch's remaining work is light, and its rounding depends on how threads divide it
+        runnable = replace(runnable, native=native)
+    else:
         absorb_projections(model, TorchProjections)
         if config.deterministic:
             from outrider.engine.deterministic_layers import make_deterministic  # imports triton
 
-            if division is not None:
-                division.move_others(model)
             make_deterministic(model, division)
-        if division is not None:
-            check_divided(model, spec, str(kernels))
-        return runnable
-    native = NativeLayers(start_kernels(kernels, config), quantise=source.weights.rounded_to)
-    native.replace_in(model, division)
     if division is not None:
         check_divided(model, spec, str(kernels))
-    torch.set_num_threads(1)  # torch's remaining work is light, and its rounding depends on how threads divide it
-    return replace(runnable, native=native)
+    return runnable
 
 
 def resolve_dtype(
@@ -302,13 +294,12 @@ def resolve_dtype(
     """
     if name != "auto":
         return name
-    if device_type(device) == "cpu" and not is_native:
-        return "float32"
     checkpoint = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
-    if device_type(device) == "cpu" and checkpoint == "float16" and not is_quantised:
-        return "float32"  # bfloat16 would lose precision of the checkpoint
-    if device_type(device) == "cpu" and is_native and is_quantised:
-        return "bfloat16"  # activations are rounded to int8 anyway
+    if device_type(device) == "cpu":
+        if is_native and is_quantised:
+            return "bfloat16"  # activations are rounded to int8 anyway
+        if not is_native or checkpoint == "float16":  # bfloat16 would lose precision of the checkpoint
+            return "float32"
     return checkpoint if checkpoint in TORCH_DTYPES else "bfloat16"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,11 +116,7 @@ def describe_model(
         can_blend=can_be_moved(model),
     )
     return LoadedModel(
-        model=model.model,
-        native=model.native,
-        fused=model.fused,
-        device=model.device,
-        spec=spec,
+        **{each.name: getattr(model, each.name) for each in fields(model)},
         kernels=kernels,
         info=info,
         tokenizer_files=tokenizer_files,

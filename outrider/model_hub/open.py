@@ -38,9 +38,8 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     Any number of processes may call it concurrently, see `open_packed`. If packed weights could be used but are not,
     `LoadedModel.weights_source` gives the reason.
     """
-    if config.pipeline_parallel_size > 1 or config.expert_parallel_size > 1:
-        setting = config.parallel_setting
-        raise ConfigError(f"model.{setting}: only prefill and decode nodes divide their model: set it to 1")
+    if config.num_ranks > 1:
+        raise ConfigError(f"model.{config.parallel_setting}: only prefill and decode nodes divide models: set it to 1")
     location = locate_model(config, progress=progress)
     device = resolve_device(config.device)
     kernels = choose_model_kernels(config, device, progress=progress)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
@@ -15,14 +14,12 @@ from outrider.engine.feature_writer import layers_of
 from outrider.engine.moved_kv import can_be_moved
 from outrider.engine.numerics import torch_numerics
 from outrider.engine.stages import Stage
-from outrider.errors import ConfigError
 from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.kernels import resolve_device
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.open import open_model
-from outrider.model_hub.tensor_parallel import device_of_rank
+from outrider.model_hub.tensor_parallel import check_division, device_of_rank
 from outrider.progress import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -31,28 +28,20 @@ if TYPE_CHECKING:
 
 def check_pipeline(config: ModelConfig, directory: Path) -> None:
     """Raises ConfigError if `pipeline_parallel_size` does not fit the other settings, the model or the machine."""
-    num_stages = config.pipeline_parallel_size
-    name = f"model.pipeline_parallel_size {num_stages}"
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(f"{name} does not go with model.tensor_parallel_size {config.tensor_parallel_size}")
     fields = read_json(directory / "config.json")
     text = fields.get("text_config", fields)
     num_layers = text.get("num_hidden_layers", text.get("n_layer"))
-    if not isinstance(num_layers, int):
-        raise ConfigError(f"{name}: the model's config.json does not state its number of layers")
-    if num_layers < num_stages:
-        raise ConfigError(f"{name} is more than the model's {num_layers} layers")
-    if text.get("linear_num_value_heads"):
-        raise ConfigError(f"{name} does not go with linear attention, which the model has")
-    device = torch.device(resolve_device(config.device))
-    if device.type == "cpu":
-        return
-    if config.deterministic:
-        raise ConfigError(f"{name} does not go with model.deterministic on a GPU")
-    if fields.get("quantization_config"):
-        raise ConfigError(f"{name} does not go with a quantised checkpoint on a GPU")
-    if device.index or torch.cuda.device_count() < num_stages:
-        raise ConfigError(f"{name} needs the first {num_stages} CUDA devices: torch sees {torch.cuda.device_count()}")
+    is_known = isinstance(num_layers, int)
+    refusals = [
+        (not is_known, "needs to know the number of layers, which the model's config.json does not state"),
+        (is_known and num_layers < config.num_ranks, f"is more than the model's {num_layers} layers"),
+        (text.get("linear_num_value_heads"), "does not go with linear attention, which the model has"),
+    ]
+    on_gpus = [
+        (config.deterministic, "does not go with model.deterministic on a GPU"),
+        (fields.get("quantization_config"), "does not go with a quantised checkpoint on a GPU"),
+    ]
+    check_division(config, "pipeline_parallel_size", refusals, on_gpus=on_gpus)
 
 
 def open_stage(config: ModelConfig, rank: int, *, progress: Progress = no_progress) -> LoadedModel:
@@ -63,14 +52,13 @@ def open_stage(config: ModelConfig, rank: int, *, progress: Progress = no_progre
     """
     device = device_of_rank(config, rank)
     alone = replace(config, pipeline_parallel_size=1)
-    if device_type(device) == "cpu":
-        model = open_model(alone, progress=progress)
-    else:
-        from outrider.model_hub.load import load_model, read_config, resolve_dtype  # imports transformers
+    if device_type(device) != "cpu":
+        from outrider.model_hub.load import read_config, resolve_dtype  # imports transformers
 
         files = locate_model(config, progress=progress).directory
         dtype = resolve_dtype(config.dtype, device, read_config(files), is_native=False)
-        model = load_model(replace(alone, device="cpu", kernels="torch", dtype=dtype), progress=progress)
+        alone = replace(alone, device="cpu", kernels="torch", dtype=dtype)
+    model = open_model(alone, progress=progress)
     stage = Stage.of_rank(rank, config.pipeline_parallel_size, model.spec.num_layers)
     if isinstance(model.native, NativeDecoder):
         model = replace(model, native=model.native.of_layers(stage.layers))

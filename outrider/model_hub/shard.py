@@ -55,8 +55,7 @@ class Shard:
         if self.is_data_parallel:
             from outrider.engine.data_parallel import DataParallelRunner
 
-            own: Any = make_runner(self.model, kv_cache, self.attention)
-            return DataParallelRunner(self.model, own)
+            return DataParallelRunner(self.model, kv_cache, self.attention)
         if self.model.stage is None:
             return make_runner(self.model, kv_cache, self.attention, features=features)
         from outrider.engine.stage_runner import StageRunner
@@ -70,12 +69,13 @@ def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
     """Joins the other ranks and loads this rank's shard. Raises: what `load_model` raises."""
     from outrider.engine.attention import make_attention_backend
     from outrider.engine.open_runner import profile_run
+    from outrider.model_hub.kernels import choose_attention
     from outrider.model_hub.tensor_parallel import join, set_collective_timeout
 
     is_data_parallel = start.config.expert_parallel_size > 1
     timeout_seconds = START_SECONDS if is_data_parallel else start.timeout_seconds  # loading exchanges rows
     join(start.config, start.rank, start.store, timeout_seconds=timeout_seconds)
-    if is_stage := start.config.pipeline_parallel_size > 1:
+    if start.config.pipeline_parallel_size > 1:
         from outrider.model_hub.pipeline import open_stage
 
         model = open_stage(start.config, start.rank, progress=progress)
@@ -85,15 +85,13 @@ def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
         model = load_model(start.config, progress=progress)
     attention = None
     if model.model is not None:
-        shape = model.spec.attention_shape
-        attention = make_attention_backend(start.config.attention, model.device, model.spec.dtype, **shape)
+        name, shape = choose_attention(start.config, model.device), model.spec.attention_shape
+        attention = make_attention_backend(name, model.device, model.spec.dtype, **shape)
     reserved = profile_run(model, attention, num_rows=start.max_rows_per_step, block_size=start.block_size)
-    if is_data_parallel:
-        from outrider.model_hub.expert_parallel import drop_output_layer, set_group_timeout
-
-        set_group_timeout(start.timeout_seconds)
-        if start.rank:
-            drop_output_layer(model)
-    elif model.model is not None and not is_stage:
+    if model.model is not None:
         set_collective_timeout(model.model, timeout_seconds=start.timeout_seconds)
+    if is_data_parallel and start.rank:
+        from outrider.model_hub.expert_parallel import drop_output_layer
+
+        drop_output_layer(model)
     return Shard(model, attention, KVMemory.of(model.device, reserved), is_data_parallel)

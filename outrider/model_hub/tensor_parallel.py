@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,35 +25,51 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Environment variables that make ranks listen on loopback only, because all are processes of one machine."""
 
 
+Refusal = tuple[object, str]
+"""A condition under which a model is not divided, and what the message says after the setting."""
+
+
+def check_division(
+    config: ModelConfig, setting: str, refusals: Sequence[Refusal], *, on_gpus: Sequence[Refusal] = ()
+) -> None:
+    """Raises ConfigError for the first reason why ranks cannot divide the model as `setting` says.
+
+    In this order, it refuses another setting that divides the model as well; for `refusals`; if ranks compute on GPUs,
+    for `on_gpus`; and for too few GPUs.
+    """
+    other, device = config.parallel_setting, torch.device(resolve_device(config.device))
+    reasons = [(other != setting, f"does not go with model.{other} {getattr(config, other)}"), *refusals]
+    if device.type == "cuda":
+        num_gpus = torch.cuda.device_count()
+        too_few = f"needs the first {config.num_ranks} CUDA devices: torch sees {num_gpus}"
+        reasons += [*on_gpus, (device.index or num_gpus < config.num_ranks, too_few)]
+    for is_refused, why in reasons:
+        if is_refused:
+            raise ConfigError(f"model.{setting} {getattr(config, setting)} {why}")
+
+
 def check_tensor_parallel(config: ModelConfig, model: PretrainedConfig) -> None:
     """Raises ConfigError if `tensor_parallel_size` does not fit the other settings, the model or the machine."""
     num_ranks = config.tensor_parallel_size
-    name = f"model.tensor_parallel_size {num_ranks}"
-    fall_back_to_torch(config, f"{name} computes with torch's kernels")
-    if config.weights != "auto":
-        raise ConfigError(f"{name} does not go with model.weights {config.weights}, which needs native kernels")
-    if config.deterministic:
-        raise ConfigError(f"{name} does not go with model.deterministic: sums over ranks are made by the collectives")
+    fall_back_to_torch(config, f"model.tensor_parallel_size {num_ranks} computes with torch's kernels")
     text = model.get_text_config(decoder=True)
-    if not getattr(text, "base_model_tp_plan", None):
-        raise ConfigError(f"{name}: transformers has no tensor-parallel plan for {text.model_type}")
-    if getattr(text, "kv_lora_rank", 0):
-        raise ConfigError(f"{name}: all heads of latent attention ({text.model_type}) share what is stored")
-    if getattr(text, "linear_num_value_heads", 0):
-        raise ConfigError(f"{name}: layers with linear attention ({text.model_type}) are not divided")
-    heads: Mapping[str, int] = {
-        "attention heads": text.num_attention_heads,
-        "KV heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-    }
-    for what, number in heads.items():
-        if number % num_ranks:
-            raise ConfigError(f"{name} does not divide the model's {number} {what}")
-    device = torch.device(resolve_device(config.device))
+    kind, num_heads = text.model_type, getattr(text, "num_attention_heads", 0)
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    names = "base_model_tp_plan", "kv_lora_rank", "linear_num_value_heads"
+    plan, latent, linear = (getattr(text, name, None) for name in names)
+    device = device_type(resolve_device(config.device))
     accelerator = (torch.accelerator.current_accelerator() or torch.device("cpu")).type
-    if accelerator != device.type:
-        raise ConfigError(f"{name}: transformers would split the model over {accelerator} devices, not {device}")
-    if device.type == "cuda" and (device.index or torch.cuda.device_count() < num_ranks):
-        raise ConfigError(f"{name} needs the first {num_ranks} CUDA devices: torch sees {torch.cuda.device_count()}")
+    refusals = [
+        (config.weights != "auto", f"does not go with model.weights {config.weights}, which needs native kernels"),
+        (config.deterministic, "does not go with model.deterministic: sums over ranks are made by the collectives"),
+        (not plan, f"does not fit: transformers has no tensor-parallel plan for {kind}"),
+        (latent, f"does not fit: all heads of latent attention ({kind}) share what is stored"),
+        (linear, f"does not fit: layers with linear attention ({kind}) are not divided"),
+        (num_heads % num_ranks, f"does not divide the model's {num_heads} attention heads"),
+        (num_kv_heads % num_ranks, f"does not divide the model's {num_kv_heads} KV heads"),
+        (accelerator != device, f"does not fit: transformers would split the model over {accelerator}, not {device}"),
+    ]
+    check_division(config, "tensor_parallel_size", refusals)
 
 
 def join(config: ModelConfig, rank: int, store: Path, *, timeout_seconds: float) -> None:
@@ -83,13 +99,6 @@ def join(config: ModelConfig, rank: int, store: Path, *, timeout_seconds: float)
         raise ConfigError(f"the {num_ranks} ranks of the model cannot reach each other: {error}") from error
 
 
-def own_rank(config: ModelConfig) -> int:
-    """Returns this process's rank. Raises: ConfigError if the ranks have not joined, as in a draft node."""
-    if not dist.is_initialized() or dist.get_world_size() != config.tensor_parallel_size:
-        raise ConfigError("model.tensor_parallel_size: only prefill and decode nodes split their model: set it to 1")
-    return dist.get_rank()
-
-
 def device_of_rank(config: ModelConfig, rank: int) -> str:
     """Returns a rank's device: a GPU of its own, or the CPU, which all ranks share."""
     device = resolve_device(config.device)
@@ -97,9 +106,12 @@ def device_of_rank(config: ModelConfig, rank: int) -> str:
 
 
 def set_collective_timeout(model: PreTrainedModel, *, timeout_seconds: float) -> None:
-    """Sets the timeout of collectives, so that a hanging rank becomes an error. torch's default is half an hour."""
-    mesh: Any = model._device_mesh  # noqa: SLF001 available nowhere else in transformers
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), mesh.get_group("tp"))  # noqa: SLF001
+    """Sets the timeout of a loaded model's collectives, so that a hanging rank becomes an error. While models are
+    loaded, it may be longer; with tensor parallelism it is torch's default then, half an hour.
+    """
+    mesh: Any = model._device_mesh  # noqa: SLF001 available nowhere else in transformers; None: not its plan
+    group = dist.group.WORLD if mesh is None else mesh.get_group("tp")
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)  # noqa: SLF001 only this
 
 
 def check_split(spec: ModelSpec, config: PretrainedConfig, num_ranks: int) -> None:

@@ -30,7 +30,7 @@ def sequence(draw, index):
 def test_a_rank_without_sequences_reports_layers_as_others_compute_them():
     log, runner = [], object.__new__(DataParallelRunner)
     runner.layers = [lambda *_: log.append("experts")] * 2
-    runner._num_layers, runner.hidden_size, runner._dtype, runner._device = 3, 4, torch.float32, "cpu"
+    runner._num_layers, runner.empty_states = 3, lambda num_rows: torch.empty((num_rows, 4))
     assert runner.hidden_rows(SimpleNamespace(num_rows=0), log.append).shape == (0, 4)
     assert log == [0, "experts", 1, "experts", 2]
 

@@ -90,3 +90,12 @@ def test_a_chain_of_drafts_needs_no_paths():
 def test_a_forward_needs_a_sequence():
     with pytest.raises(ValueError, match="at least one"):
         build_input_batch([], block_size=4)
+
+
+def test_a_batch_tells_from_which_sequences_it_was_made():
+    windows = [array("i", [40, 41, 42])], [array("i", [50, 51])]
+    rows = [
+        SequenceRows(array("q", [11, 12, 13, 14]), 5, array("i", [7, 2, 8]), 3, [-1, -1, 1], None, windows[0]),
+        SequenceRows(array("q", [21, 22]), 3, array("i", [5, 6]), 0, [], None, windows[1]),
+    ]
+    assert list(build_input_batch(rows, block_size=4).sequences()) == rows

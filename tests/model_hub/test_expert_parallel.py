@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import queue
-import signal
-import time
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,21 +11,23 @@ from outrider.engine import data_parallel
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.ranks.channel import RankLostError
 from outrider.errors import ConfigError
-from outrider.model_hub.compute import ModelRuntime, open_model_runtime
+from outrider.model_hub.compute import open_model_runtime
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.open import open_model
-from outrider.model_hub.ranks import open_ranks
 from tests.support.rank_runs import (
     BLOCK_SIZE,
     CHUNKS,
+    KV_CACHE,
+    NUM_BLOCKS,
     OTHER_TABLE,
-    PATIENCE_SECONDS,
     PROMPT,
     TABLE,
     THIRD_TABLE,
+    assert_that_a_hang_ends_the_step,
+    assert_that_a_kill_ends_the_step,
     forward,
+    open_divided,
     push,
     run,
 )
@@ -36,20 +35,11 @@ from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
 
-NUM_BLOCKS = 64
-KV_CACHE = KVCacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
 EXPERTS = {"num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def open_experts(path, num_ranks, on_rank_lost=print, *, timeout_seconds=PATIENCE_SECONDS, **settings):
-    named = {"id": str(path), "num_threads": 1, "max_model_len": 128, "expert_parallel_size": num_ranks}
-    config = ModelConfig(**{**named, **settings})
-    if num_ranks == 1:
-        return open_model_runtime(config, KV_CACHE, max_rows_per_step=64, on_rank_lost=on_rank_lost)
-    parts = open_ranks(
-        config, KV_CACHE, max_rows_per_step=64, on_rank_lost=on_rank_lost, timeout_seconds=timeout_seconds
-    )
-    return ModelRuntime(*parts, max_rows_per_step=64, adapters=None)
+def open_experts(path, num_ranks, *arguments, **settings):
+    return open_divided(path, *arguments, **{"expert_parallel_size": num_ranks, **settings})
 
 
 def on_rank(rank, table):
@@ -113,29 +103,14 @@ def test_ranks_compute_and_hand_over_what_one_process_does_until_one_is_killed(
         ):  # fmt: skip
             push(source, destination, to, source_table=of)
             assert torch.equal(forward(destination, SequenceRows(*row, to, 1)), logits)
-        assert lost.empty()
-        several.ranks.members[0].process.kill()
-        with pytest.raises(RankLostError, match=r"rank 1 .* ended with status -9"):
-            forward(several, SequenceRows(*row, TABLE, 1))
-        assert "status -9" in str(lost.get(timeout=PATIENCE_SECONDS))
+        assert_that_a_kill_ends_the_step(several, lost)
 
 
 @pytest.mark.full
 def test_a_rank_that_hangs_ends_the_step_in_bounded_time(tmp_path):
     path = make_tiny_model(tmp_path / "model", architecture="mixtral", overrides=EXPERTS)
     two = open_experts(path, 2, timeout_seconds=5.0)
-    process = two.ranks.members[0].process
-    try:
-        with two.ranks:
-            process.send_signal(signal.SIGSTOP)
-            started = time.monotonic()
-            with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
-                forward(two, SequenceRows(PROMPT[:5], 0, TABLE, 1))
-            assert time.monotonic() - started < PATIENCE_SECONDS
-            with pytest.raises(RankLostError, match="rank 1 sends nothing"):
-                two.kv_cache.read("k", range(1), np.array([NUM_BLOCKS * BLOCK_SIZE]))
-    finally:
-        assert process.poll() == -9
+    assert_that_a_hang_ends_the_step(two, slot=NUM_BLOCKS * BLOCK_SIZE)
 
 
 def test_settings_that_do_not_go_together_are_refused_before_anything_is_started(tmp_path):

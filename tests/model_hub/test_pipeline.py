@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import queue
-import signal
-import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.kv_cache.base import slots_of
-from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.ranks.channel import RankLostError
 from outrider.errors import ConfigError
 from outrider.model_hub import ranks
-from outrider.model_hub.compute import ModelRuntime, open_model_runtime
+from outrider.model_hub.compute import open_model_runtime
 from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.open import open_model
-from outrider.model_hub.ranks import open_ranks
 from tests.support.rank_runs import (
     BLOCK_SIZE,
+    KV_CACHE,
     OTHER_TABLE,
-    PATIENCE_SECONDS,
     PROMPT,
-    TABLE,
+    assert_that_a_hang_ends_the_step,
+    assert_that_a_kill_ends_the_step,
     forward,
+    open_divided,
     push,
     run,
 )
 from tests.support.tiny_model import make_tiny_model
 
-KV_CACHE = KVCacheConfig(num_blocks=64, block_size=BLOCK_SIZE)
-SETTINGS = {"num_threads": 1, "max_model_len": 128}
 FEATURES = FeatureReduction(taps=(0, 1, 3), hidden_size=64, takes_final_norm=True)
 
 
@@ -45,13 +39,8 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(ranks, "OVERHEAD_ROWS", {"cpu": 2})
 
 
-def open_stages(path, num_stages, on_rank_lost=print, *, timeout_seconds=PATIENCE_SECONDS, features=None, **settings):
-    config = ModelConfig(**{"id": str(path), "pipeline_parallel_size": num_stages, **SETTINGS, **settings})
-    named = {"max_rows_per_step": 64, "features": features, "on_rank_lost": on_rank_lost}
-    if num_stages == 1:
-        return open_model_runtime(config, KV_CACHE, **named)
-    parts = open_ranks(config, KV_CACHE, timeout_seconds=timeout_seconds, **named)
-    return ModelRuntime(*parts, max_rows_per_step=64, adapters=None)
+def open_stages(path, num_stages, *arguments, **settings):
+    return open_divided(path, *arguments, pipeline_parallel_size=num_stages, **settings)
 
 
 def everything_of(compute):
@@ -86,11 +75,7 @@ def test_stages_compute_and_hand_over_what_one_process_does_until_one_is_killed(
         for source, destination in ((one, several), (several, one), (several, several)):
             push(source, destination, OTHER_TABLE)
             assert torch.equal(forward(destination, row), expected[0][40:41])
-        assert lost.empty()
-        several.ranks.members[0].process.kill()
-        with pytest.raises(RankLostError, match=r"rank 1 .* ended with status -9"):
-            forward(several, row)
-        assert "ended with status" in str(lost.get(timeout=PATIENCE_SECONDS))
+        assert_that_a_kill_ends_the_step(several, lost)
 
 
 @pytest.mark.parametrize(
@@ -129,18 +114,7 @@ def test_the_default_model_answers_the_same(num_stages):
 @pytest.mark.full
 def test_a_stage_that_hangs_ends_the_step_in_bounded_time(tmp_path):
     two = open_stages(make_tiny_model(tmp_path / "model"), 2, timeout_seconds=5.0)
-    process = two.ranks.members[0].process
-    try:
-        with two.ranks:
-            process.send_signal(signal.SIGSTOP)
-            started = time.monotonic()
-            with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
-                forward(two, SequenceRows(PROMPT[:5], 0, TABLE, 1))
-            assert time.monotonic() - started < PATIENCE_SECONDS
-            with pytest.raises(RankLostError, match="rank 1 sends nothing"):
-                two.kv_cache.read("k", range(1), np.array([0]))
-    finally:
-        assert process.poll() == -9
+    assert_that_a_hang_ends_the_step(two, slot=0)
 
 
 def test_settings_that_do_not_go_together_are_refused(tmp_path):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import queue
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 
 import numpy as np
 import pytest
@@ -17,22 +15,23 @@ import torch
 from outrider.constraints.grammar import NUMERICS
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.ranks.channel import Channel, RankLostError
+from outrider.engine.ranks.channel import Channel
 from outrider.engine.ranks.group import Member
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub import ranks
-from outrider.model_hub.compute import ModelRuntime, open_model_runtime
+from outrider.model_hub.compute import open_model_runtime
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.ranks import open_ranks
 from tests.support.rank_runs import (
-    BLOCK_SIZE,
     FEATURES,
     OTHER_TABLE,
     PATIENCE_SECONDS,
     PROMPT,
     TABLE,
+    assert_that_a_hang_ends_the_step,
+    assert_that_a_kill_ends_the_step,
     features_of,
     forward,
+    open_divided,
     push,
     run,
 )
@@ -42,26 +41,14 @@ RANKS_ON_CPU = pytest.mark.skipif(
     torch.accelerator.current_accelerator() is not None,
     reason="transformers splits a model over what torch was built for, which is no CPU",
 )
-KV_CACHE = KVCacheConfig(num_blocks=64, block_size=BLOCK_SIZE)
-SETTINGS = {"num_threads": 1, "max_model_len": 128}
 
 
-def open_one(path, *, features=None, **settings):
-    config = ModelConfig(id=str(path), kernels="torch", **SETTINGS, **settings)
-    return open_model_runtime(config, KV_CACHE, max_rows_per_step=64, features=features, on_rank_lost=print)
+def open_one(path, **settings):
+    return open_divided(path, kernels="torch", **settings)
 
 
-def open_two(path, on_rank_lost, *, num_ranks=2, timeout_seconds=PATIENCE_SECONDS, features=None, **settings):
-    config = ModelConfig(id=str(path), tensor_parallel_size=num_ranks, **SETTINGS, **settings)
-    parts = open_ranks(
-        config,
-        KV_CACHE,
-        max_rows_per_step=64,
-        features=features,
-        on_rank_lost=on_rank_lost,
-        timeout_seconds=timeout_seconds,
-    )
-    return ModelRuntime(*parts, max_rows_per_step=64, adapters=None)
+def open_two(path, on_rank_lost, *, num_ranks=2, **settings):
+    return open_divided(path, on_rank_lost, tensor_parallel_size=num_ranks, **settings)
 
 
 def make_model(tmp_path):
@@ -99,12 +86,7 @@ def test_two_ranks_compute_and_hand_over_what_one_does_until_one_is_killed(tmp_p
             row = SequenceRows(PROMPT[-1:], len(PROMPT) - 1, OTHER_TABLE, 1)
             assert int(forward(destination, row).argmax()) == tokens[len(PROMPT)]
 
-        assert lost.empty()
-        process = two.ranks.members[0].process
-        process.kill()
-        with pytest.raises(RankLostError, match=r"rank 1 .* ended with status -9"):
-            forward(two, SequenceRows(PROMPT[-1:], len(PROMPT) - 1, TABLE, 1))
-        assert "status -9" in str(lost.get(timeout=PATIENCE_SECONDS))
+        assert_that_a_kill_ends_the_step(two, lost)
         assert not list(temporary.iterdir()), "the process ends here, and nothing is removed any more"
 
 
@@ -133,18 +115,7 @@ def test_plans_of_other_families_compute_the_same_too(tmp_path, architecture, dt
 @pytest.mark.full
 def test_a_rank_that_hangs_ends_the_step_in_bounded_time(tmp_path):
     two = open_two(make_model(tmp_path), print, timeout_seconds=5.0)
-    process = two.ranks.members[0].process
-    try:
-        with two.ranks:
-            process.send_signal(signal.SIGSTOP)
-            started = time.monotonic()
-            with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
-                forward(two, SequenceRows(PROMPT[:5], 0, TABLE, 1))
-            assert time.monotonic() - started < PATIENCE_SECONDS
-            with pytest.raises(RankLostError, match="rank 1 sends nothing"):
-                two.kv_cache.read("k", range(1), np.array([0]))
-    finally:
-        assert process.poll() == -9
+    assert_that_a_hang_ends_the_step(two, slot=0)
 
 
 def test_settings_that_do_not_go_together_are_refused_before_anything_is_started(tmp_path):

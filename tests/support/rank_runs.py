@@ -4,25 +4,46 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
+import time
 
 import numpy as np
+import pytest
 import torch
 
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.base import slots_of
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.ranks.channel import RankLostError
 from outrider.kv_transfer.base import TransferSpec
-from outrider.kv_transfer.inbox import TransferInbox
+from outrider.kv_transfer.config import KvTransferConfig
+from outrider.kv_transfer.connectors import Connector
+from outrider.kv_transfer.receiver import KvReceiver
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
+from outrider.model_hub.compute import ModelRuntime, open_model_runtime
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.ranks import open_ranks
 from prefill_node.push import KvPush
-from tests.support.in_memory_connector import InMemoryConnector
 
 BLOCK_SIZE = 4
 PROMPT = [3 + (7 * n) % 290 for n in range(41)]
 CHUNKS = [(0, 16), (16, 32), (32, len(PROMPT) - 1)]
 TABLE, OTHER_TABLE, THIRD_TABLE = [9, 2, 17, 30, 4, 21, 8, 0, 13, 26, 11, 5], list(range(31, 43)), list(range(43, 55))
+NUM_BLOCKS = 64
+KV_CACHE = KVCacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
 PATIENCE_SECONDS = 60.0
 FEATURES = FeatureReduction(taps=(2, 3), hidden_size=64, takes_final_norm=True)
+
+
+def open_divided(path, on_rank_lost=print, *, features=None, timeout_seconds=PATIENCE_SECONDS, **settings):
+    """Opens a model in as many processes as `settings`, those of the section `model`, say."""
+    config = ModelConfig(**{"id": str(path), "num_threads": 1, "max_model_len": 128, **settings})
+    named = {"max_rows_per_step": 64, "features": features, "on_rank_lost": on_rank_lost}
+    if config.num_ranks == 1:
+        return open_model_runtime(config, KV_CACHE, **named)
+    parts = open_ranks(config, KV_CACHE, timeout_seconds=timeout_seconds, **named)
+    return ModelRuntime(*parts, max_rows_per_step=64, adapters=None)
 
 
 def forward(compute, *rows):
@@ -59,9 +80,14 @@ def features_of(compute):
 def push(source, destination, table, *, source_table=TABLE, max_frame_bytes=700):
     """Pushes the KV of the prompt, without its last token, like a prefill node to a decode node."""
     ended, failed = queue.SimpleQueue(), []
-    inbox = TransferInbox(
-        incarnation=bytes(16), on_complete=lambda *_: None, on_failed=lambda _, reason: failed.append(reason)
+    receiver = KvReceiver(
+        incarnation=bytes(16),
+        host="127.0.0.1",
+        on_complete=lambda *_: None,
+        on_failed=lambda _, reason: failed.append(reason),
+        connectors=("grpc",),
     )
+    connector = Connector(KvTransferConfig(connector="grpc", frame_bytes=max_frame_bytes))
     spec = TransferSpec(
         transfer_id=os.urandom(16),
         incarnation=bytes(16),
@@ -69,11 +95,11 @@ def push(source, destination, table, *, source_table=TABLE, max_frame_bytes=700)
         end_token=len(PROMPT) - 1,
         planes=destination.kv_cache.planes,
     )
-    inbox.open(spec, ReservedBlocks(destination.kv_cache, table))
+    receiver.inbox.open(spec, ReservedBlocks(destination.kv_cache, table))
     kv_push = KvPush(
-        connector=InMemoryConnector({"decode": inbox}, max_frame_bytes=max_frame_bytes),
+        connector=connector,
         kv_cache=source.kv_cache,
-        address="decode",
+        address=f"127.0.0.1:{receiver.start()}",
         spec=spec,
         block_ids=source_table,
         on_ended=ended.put,
@@ -87,9 +113,36 @@ def push(source, destination, table, *, source_table=TABLE, max_frame_bytes=700)
         kv_push.offer(None, start, end)
     kv_push.finish()
     outcome = ended.get(timeout=PATIENCE_SECONDS)
+    connector.close()
+    receiver.stop()
     assert (outcome.error, failed) == (None, [])
     for plane in spec.planes:
         layers = range(plane.num_layers)
         sent = source.kv_cache.read(plane.name, layers, slots_of(source_table, len(PROMPT) - 1, BLOCK_SIZE))
         came = destination.kv_cache.read(plane.name, layers, slots_of(table, len(PROMPT) - 1, BLOCK_SIZE))
         assert np.array_equal(sent, came)
+
+
+def assert_that_a_hang_ends_the_step(several, *, slot):
+    """Rank 1 stops: a step, and then a read of a slot that it holds, end in bounded time. Its timeout must be short."""
+    process = several.ranks.members[0].process
+    try:
+        with several.ranks:
+            process.send_signal(signal.SIGSTOP)
+            started = time.monotonic()
+            with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+                forward(several, SequenceRows(PROMPT[:5], 0, TABLE, 1))
+            assert time.monotonic() - started < PATIENCE_SECONDS
+            with pytest.raises(RankLostError, match="rank 1 sends nothing"):
+                several.kv_cache.read("k", range(1), np.array([slot]))
+    finally:
+        assert process.poll() == -9
+
+
+def assert_that_a_kill_ends_the_step(several, lost):
+    """Rank 1 is killed: a step fails, and the loss is told to `lost`, the queue of `on_rank_lost`."""
+    assert lost.empty()
+    several.ranks.members[0].process.kill()
+    with pytest.raises(RankLostError, match=r"rank 1 .* ended with status -9"):
+        forward(several, SequenceRows(PROMPT[-1:], len(PROMPT) - 1, TABLE, 1))
+    assert "status -9" in str(lost.get(timeout=PATIENCE_SECONDS))

@@ -95,9 +95,8 @@ class NativeStep(ModelRunner):
         self._short_functions = decoder.kernels.library.functions_holding_lock
         sizes = decoder.weights.shape.matrix_sizes.values()
         self._row_products = sum(size.out_features * size.in_features for size in sizes)  # of a row with logits
-        self._team = decoder.kernels.team
-        self._workspace = Workspace(decoder.kernels.library)
-        self.phases = self._workspace
+        self.phases = workspace = Workspace(decoder.kernels.library)
+        self._context = decoder.kernels.team, workspace.handle, struct  # what every function takes first
         self._layers = range(struct.num_layers) if stage is None else stage.layers
         self._is_last = stage is None or stage.is_last
         pointers, earlier = ctypes.c_void_p * struct.num_layers, [0] * self._layers.start
@@ -130,7 +129,7 @@ class NativeStep(ModelRunner):
         returns them: [num_rows, state_bytes] uint8.
         """
         struct, _adapters = self._struct_of(batch)
-        rows = self._workspace.handle, self._struct, batch.num_rows, self._num_taps
+        rows = *self._context[1:], batch.num_rows, self._num_taps
         if states is not None:
             self._functions.outrider_load_states(*rows, np.asarray(states).ctypes.data)
         if on_layer_done is None:
@@ -140,22 +139,19 @@ class NativeStep(ModelRunner):
                 self._run_layers(struct, layer, layer + 1)
                 on_layer_done(layer)
         if not self._is_last:
-            left = np.empty((batch.num_rows, self.state_bytes), dtype=np.uint8)
+            left = self.empty_states(batch.num_rows)
             self._functions.outrider_save_states(*rows, left.ctypes.data)
             return left
-        logits: Logits = np.empty((batch.num_logits, self._struct.vocab_size), dtype=np.float32)
+        num_logits, width, rows_with_logits = batch.num_logits, self._struct.vocab_size, batch.arrays.logits_rows
+        logits: Logits = np.empty((num_logits, width), dtype=np.float32)
         self._functions.outrider_decoder_logits(
-            self._team,
-            self._workspace.handle,
-            self._struct,
-            _address(batch.arrays.logits_rows),
-            batch.num_logits,
-            logits.ctypes.data,
-            None,
-            logits.shape[1],
-            None,
+            *self._context, _address(rows_with_logits), num_logits, logits.ctypes.data, None, width, None
         )
         return logits
+
+    def empty_states(self, num_rows: int) -> npt.NDArray[np.uint8]:
+        """Allocates the states of rows between two stages: [num_rows, state_bytes]."""
+        return np.empty((num_rows, self.state_bytes), dtype=np.uint8)
 
     def compute_layers(self, batch: InputBatch, num_layers: int) -> None:
         """Implements ModelRunner.compute_layers."""
@@ -177,9 +173,7 @@ class NativeStep(ModelRunner):
         struct.features = features.ctypes.data
         num_rows = max(batch.num_rows, _MIN_ROWS) + max(batch.num_logits, _MIN_ROWS) * (drafts.max_tokens - 1)
         functions = self._short_functions if num_rows * self._row_products < _SHORT_DRAFT else self._functions
-        functions.outrider_draft(
-            self._team, self._workspace.handle, self._struct, struct, self._keys, self._values, sampler, paths, drafts
-        )
+        functions.outrider_draft(*self._context, struct, self._keys, self._values, sampler, paths, drafts)
 
     def _struct_of(self, batch: InputBatch) -> tuple[ctypes.Structure, array[int] | None]:
         """Returns an OutriderBatch, and memory of its adapters that the caller must keep alive."""
@@ -193,15 +187,7 @@ class NativeStep(ModelRunner):
 
     def _run_layers(self, batch: ctypes.Structure, first: int, last: int) -> None:
         self._functions.outrider_decoder_layers(
-            self._team,
-            self._workspace.handle,
-            self._struct,
-            batch,
-            self._keys,
-            self._values,
-            self._features,
-            first,
-            last,
+            *self._context, batch, self._keys, self._values, self._features, first, last
         )
 
 

@@ -6,7 +6,7 @@ norms by what they compute (see outrider.engine.linear), experts by both (see ou
 
 from __future__ import annotations
 
-from ctypes import Array, addressof
+from ctypes import addressof
 from dataclasses import astuple
 from functools import partial
 from typing import Any
@@ -102,7 +102,8 @@ class NativeExperts(nn.Module):
             *gate_and_up, down = (plain_linear(*each) for each in linears_of(module, index))
             self._gate_up.append(pack(gate_and_up, interleave=True))
             self._down.append(pack([down]))
-        self._arrays = [_array([each.struct for each in matrices]) for matrices in (self._gate_up, self._down)]
+        structs = ([each.struct for each in matrices] for matrices in (self._gate_up, self._down))
+        self._arrays = [(structures.OutriderMatrix * len(each))(*each) for each in structs]
         self._struct = structures.OutriderExperts(
             module.num_experts, self._gate_up[0].in_features, self._down[0].in_features,
             *map(addressof, self._arrays), *astuple(gate),
@@ -127,10 +128,6 @@ class NativeExperts(nn.Module):
         matrices = self._gate_up[expert], self._down[expert]
         arrays = [each for matrix in matrices for each in (matrix.packed, matrix.bias, matrix.scales)]
         return [torch.from_numpy(each) for each in arrays if each is not None]
-
-
-def _array(matrices: list[Any]) -> Array[Any]:
-    return (structures.OutriderMatrix * len(matrices))(*matrices)
 
 
 class WholeVectorActivation(nn.Module):

@@ -124,10 +124,8 @@ class MTP(HeadModel):
         self._embedding = files.target_embedding(width)
         self._output = files.target_output(width)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = config.num_key_value_heads, head_dim, 0
-        for attention in latent_layers(self._network):
-            shape = latent_shape(attention)
-        num_kv_heads, head_dim, latent_dim = shape
+        plain = config.num_key_value_heads, head_dim, 0
+        num_kv_heads, head_dim, latent_dim = next(map(latent_shape, latent_layers(self._network)), plain)
         self.spec = files.spec(
             self.form,
             num_layers=1,

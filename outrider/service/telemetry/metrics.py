@@ -8,6 +8,7 @@ engines do. Metrics without a name in vLLM are `outrider:*`. Every series has th
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import accumulate
@@ -139,7 +140,7 @@ class EngineMetrics:
         self._add_rank_rows = family.labelled_counter(
             "outrider:rank_rows", "Rows of each rank's sequences, if ranks divide them (expert parallelism).", "rank"
         )
-        self._rows_by_rank: tuple[int, ...] = ()
+        self._rank_rows = Counter[int]()  # shown so far, by rank
         self._expert_copies = family.gauge("outrider:expert_copies", "Experts of all layers with a second copy.")
         self._expert_balance = family.gauge(
             "outrider:expert_balance",
@@ -186,10 +187,9 @@ class EngineMetrics:
 
     def set_ranks(self, *, rows_by_rank: tuple[int, ...], num_expert_copies: int, expert_balance: float) -> None:
         """Shows how work is divided among ranks, see RankLoad."""
-        before = self._rows_by_rank or (0,) * len(rows_by_rank)
-        for rank, (num, num_before) in enumerate(zip(rows_by_rank, before, strict=True)):
-            self._add_rank_rows(str(rank), num - num_before)
-        self._rows_by_rank = rows_by_rank
+        for rank, num in enumerate(rows_by_rank):
+            self._add_rank_rows(str(rank), num - self._rank_rows[rank])
+            self._rank_rows[rank] = num
         self._expert_copies.set(num_expert_copies)
         self._expert_balance.set(expert_balance)
 
