@@ -135,7 +135,7 @@ def _file(item: pytest.Item) -> str:
 
 def _folder(item: pytest.Item) -> str:
     """Returns the name of the folder below `tests`, or "" if the test is elsewhere."""
-    parts = item.path.relative_to(item.config.rootpath).parts
+    parts = _file(item).split("/")
     return parts[1] if parts[0] == "tests" else ""
 
 
