@@ -32,13 +32,13 @@ LONG_FILES = (
 would still run them when the others are done."""
 WAITING_FOLDERS = ("client", "cluster", "kv_transfer", "router", "service")
 """Folders whose tests wait more than they compute."""
-SHARED_CLUSTER = ("tests/e2e/", "tests/training/test_run.py")
+SHARED_CLUSTER = ("tests/e2e/", "tests/faults/test_lost_stages.py", "tests/training/test_run.py")
 """Tests that share one cluster, which is started once. Under xdist, one worker runs them all."""
 OWN_CLUSTER_FILES = ("tests/e2e/test_secured_cluster.py", "tests/e2e/test_soak.py")
 """Exceptions to SHARED_CLUSTER: these files start their own clusters."""
 REAL_CLUSTER = (
-    *("tests/e2e/test_constraints.py", "tests/e2e/test_openai.py", "tests/e2e/test_real_model.py"),
-    "tests/e2e/test_replay.py",
+    *("tests/e2e/test_blend.py", "tests/e2e/test_constraints.py", "tests/e2e/test_openai.py"),
+    *("tests/e2e/test_real_model.py", "tests/e2e/test_replay.py"),
 )
 """Files that share another cluster, which serves the default model."""
 
