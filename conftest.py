@@ -30,6 +30,8 @@ LONG_FILES = (
 )
 """Test files that take about half a minute each. In alphabetical order they would start late, and one worker
 would still run them when the others are done."""
+DIVIDED_FILE = "tests/families/test_families.py"
+"""The longest file, which takes minutes. Each worker gets the families with some first letters."""
 WAITING_FOLDERS = ("client", "cluster", "kv_transfer", "router", "service")
 """Folders whose tests wait more than they compute."""
 SHARED_CLUSTER = ("tests/e2e/", "tests/faults/test_lost_stages.py", "tests/training/test_run.py")
@@ -79,6 +81,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
             path = nodeid.partition("::")[0]
             if path in REAL_CLUSTER:
                 return REAL_CLUSTER[0]
+            if path == DIVIDED_FILE:
+                return path + nodeid.partition("[")[2][:1]
             return SHARED_CLUSTER[0] if path.startswith(SHARED_CLUSTER) and path not in OWN_CLUSTER_FILES else path
 
     config.option.loadscopereorder = False
