@@ -62,6 +62,7 @@ def logits_of_transformers(directory, dtype, token_ids):
         return load(directory, dtype, "eager")(torch.tensor([token_ids])).logits[0].float()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", ["whole", "by layers"])
 @pytest.mark.parametrize("architecture", families.FAMILIES)
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(checkpoints, architecture, kind, kernels):
