@@ -30,15 +30,17 @@ LONG_FILES = (
 )
 """Test files that take about half a minute each. In alphabetical order they would start late, and one worker
 would still run them when the others are done."""
+DIVIDED_FILE = "tests/families/test_families.py"
+"""The longest file, which takes minutes. Each worker gets the families with some first letters."""
 WAITING_FOLDERS = ("client", "cluster", "kv_transfer", "router", "service")
 """Folders whose tests wait more than they compute."""
-SHARED_CLUSTER = ("tests/e2e/", "tests/training/test_run.py")
+SHARED_CLUSTER = ("tests/e2e/", "tests/faults/test_lost_stages.py", "tests/training/test_run.py")
 """Tests that share one cluster, which is started once. Under xdist, one worker runs them all."""
 OWN_CLUSTER_FILES = ("tests/e2e/test_secured_cluster.py", "tests/e2e/test_soak.py")
 """Exceptions to SHARED_CLUSTER: these files start their own clusters."""
 REAL_CLUSTER = (
-    *("tests/e2e/test_constraints.py", "tests/e2e/test_openai.py", "tests/e2e/test_real_model.py"),
-    "tests/e2e/test_replay.py",
+    *("tests/e2e/test_blend.py", "tests/e2e/test_constraints.py", "tests/e2e/test_openai.py"),
+    *("tests/e2e/test_real_model.py", "tests/e2e/test_replay.py"),
 )
 """Files that share another cluster, which serves the default model."""
 
@@ -79,6 +81,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
             path = nodeid.partition("::")[0]
             if path in REAL_CLUSTER:
                 return REAL_CLUSTER[0]
+            if path == DIVIDED_FILE:
+                return path + nodeid.partition("[")[2][:1]
             return SHARED_CLUSTER[0] if path.startswith(SHARED_CLUSTER) and path not in OWN_CLUSTER_FILES else path
 
     config.option.loadscopereorder = False
@@ -135,7 +139,7 @@ def _file(item: pytest.Item) -> str:
 
 def _folder(item: pytest.Item) -> str:
     """Returns the name of the folder below `tests`, or "" if the test is elsewhere."""
-    parts = item.path.relative_to(item.config.rootpath).parts
+    parts = _file(item).split("/")
     return parts[1] if parts[0] == "tests" else ""
 
 

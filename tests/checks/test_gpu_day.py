@@ -298,6 +298,7 @@ def test_the_table_has_a_line_for_each_batch(capsys):
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["1", "8", "32", "128"]
 
 
+@pytest.mark.full  # test_gpu_handoff.py pushes by the same connectors, fewer times
 def test_the_stage_handoff_pushes_kv_between_two_processes_by_each_connector(tmp_path):
     """The stage calls parts of nodes. If a call no longer fitted them, a GPU day would lose these figures."""
     command = [sys.executable, "-m", "checks.gpu_day", "--stage", "handoff", "--device", "cpu"]

@@ -13,10 +13,12 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from tests.families import page
 from tests.families.compared import EQUAL, NUM_TOKENS, Compared
-from tests.families.families import FAMILIES
+from tests.families.families import DEFAULT_NAME, FAMILIES
 
 SERVED = [*page.SERVED, *page.QUANTISED]
 COMPARISONS = ("drafts", "hand-off", "prefix hit", "failover")
+SLOW = {(DEFAULT_NAME, column) for column in (*COMPARISONS, "transformers' bfloat16")}
+"""Cells of a real model for full runs: a small Llama takes the same ways, and e2e compares the real one's answers."""
 
 needs_kernels = pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
 
@@ -41,9 +43,13 @@ def test_the_page_has_the_rows_and_columns_of_the_table(told):
 
 
 @needs_kernels
-@pytest.mark.parametrize("column", page.COLUMNS)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * FAMILIES[name].is_large) for name in SERVED]
+    ("name", "column"),
+    [
+        pytest.param(name, column, marks=[pytest.mark.full] * (FAMILIES[name].is_large or (name, column) in SLOW))
+        for name in SERVED
+        for column in page.COLUMNS
+    ],
 )
 def test_what_the_page_says_is_true(name, column, compared, told):
     """`make models` writes the page. It cannot make a result right that is wrong."""

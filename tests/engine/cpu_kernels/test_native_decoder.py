@@ -263,6 +263,7 @@ def test_a_prompt_in_one_chunk_and_layer_by_layer(library, teams, decoders, arch
     assert layers == [0, 1]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_chunk_without_logits_leaves_the_same_keys_and_values(library, teams, decoders, kind, architecture):
@@ -278,6 +279,7 @@ def test_a_chunk_without_logits_leaves_the_same_keys_and_values(library, teams, 
     assert differing_rows(without, with_logits) == []
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_features_have_the_same_bits_alone_and_in_company(library, teams, decoders, kind, architecture):
@@ -299,6 +301,7 @@ def test_features_have_the_same_bits_alone_and_in_company(library, teams, decode
     assert differing_rows(found, expected) == []
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "gemma3_text", "olmo3"])
 @pytest.mark.parametrize("num_known", [1, 20])
 def test_drafts_of_a_tree_have_the_logits_and_leave_the_keys_and_values_of_plain_decode(
@@ -361,6 +364,7 @@ def error_of(logits, expected):
     return float((logits - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("kind", "allowed"), [("float32", 1e-5), ("int8", 0.1)])
 def test_logits_are_those_of_transformers(library, teams, decoders, checkpoints, architecture, kind, allowed):

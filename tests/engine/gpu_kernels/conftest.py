@@ -9,12 +9,12 @@ import pytest
 
 from tests.support.interpreted_triton import multiply_in_fixed_order
 
-FOLDER = Path(__file__).parent
+FOLDER = f"{Path(__file__).parent}{os.sep}"
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if FOLDER in item.path.parents:
+        if str(item.path).startswith(FOLDER):
             item.add_marker(pytest.mark.triton)
 
 
