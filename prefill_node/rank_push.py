@@ -102,7 +102,7 @@ class _Messages:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._queue: queue.SimpleQueue[RankFrame | End] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[RankFrame | End] = queue.SimpleQueue()
         self._sender: Sender | None = None
         self._is_cancelled = False
         self._thread = threading.Thread(target=self._receive, name="rank-task-messages", daemon=True)
@@ -115,22 +115,18 @@ class _Messages:
         if self._is_cancelled:
             sender.interrupt()
 
-    def next(self, seconds: float) -> RankFrame | End:
-        """Returns the next message. Raises: queue.Empty after a timeout."""
-        return self._queue.get(timeout=seconds)
-
     def _receive(self) -> None:
         try:
             while True:
                 message: RankFrame | End = self._channel.receive(begins_within_seconds=None)
                 if isinstance(message, End) and not message.is_complete:
                     self._cancel()
-                self._queue.put(message)
+                self.queue.put(message)
         except RankLostError:
             return  # rank 0 has read the answer, or is gone
         finally:
             self._cancel()
-            self._queue.put(End(is_complete=False))
+            self.queue.put(End(is_complete=False))
 
     def _cancel(self) -> None:
         self._is_cancelled = True
@@ -144,7 +140,7 @@ def _send_frames(sender: Sender, messages: _Messages, read: Callable[[KvRequest]
     sender.when_acknowledged(pushed.acknowledge)
     while True:
         try:
-            message = messages.next(sender.keep_alive_seconds)
+            message = messages.queue.get(timeout=sender.keep_alive_seconds)
         except queue.Empty:
             sender.keep_alive()
             continue

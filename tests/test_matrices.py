@@ -25,5 +25,17 @@ def test_a_matrix_with_holes_keeps_the_pairs_it_has():
     assert {(cases[i]["shape"], cases[i]["kind"]) for i in chosen} == set(itertools.product(range(5), repeat=2))
 
 
+def test_values_of_two_parameters_are_spread_over_those_of_a_third():
+    """With the first of equal cases, nearly every library had the first kind only."""
+    cases = [
+        {"library": library, "shape": shape, "kind": kind}
+        for library, shape, kind in itertools.product(range(5), range(14), range(2))
+    ]
+    chosen = cover_pairs(cases)
+    assert len(chosen) == 5 * 14
+    for library in range(5):
+        assert sum(cases[i]["kind"] for i in chosen if cases[i]["library"] == library) in (6, 7, 8)
+
+
 def test_nothing_is_chosen_of_nothing():
     assert cover_pairs([]) == set()

@@ -28,7 +28,7 @@ class BlockCopies:
         """Takes at most `num_bytes` of anonymous memory, which is free again however the process ends. The OS commits
         its pages when they are first written. `now`: seconds of a monotonic clock.
 
-        Raises: ConfigError if these bytes are too few.
+        Raises: ConfigError if these bytes are too few, or more than the OS grants.
         """
         self._cache, self._price, self._now = cache, price, now
         num_blocks, self.slot_bytes = (cache.num_blocks, *cache.window_blocks), block_bytes(cache)
@@ -38,7 +38,10 @@ class BlockCopies:
             raise ConfigError(f"kv_cache.host_memory of {num_bytes:,} bytes holds too few blocks: set it higher")
         shapes = [(num + 1, size) for num, size in zip(self.num_slots, self.slot_bytes, strict=True)]
         ends = list(accumulate(map(math.prod, shapes)))
-        self.memory = np.frombuffer(mmap.mmap(-1, ends[-1]), dtype=np.uint8)
+        try:
+            self.memory = np.frombuffer(mmap.mmap(-1, ends[-1]), dtype=np.uint8)
+        except OSError as error:  # the OS may limit what is reserved, besides what is free
+            raise ConfigError(f"kv_cache.host_memory of {num_bytes:,} bytes: {error.strerror}: set it lower") from error
         parts = np.split(self.memory, ends[:-1])
         self.rows = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
         """The memory by group: [slots, bytes of a block in all its planes]."""

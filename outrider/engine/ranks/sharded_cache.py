@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from outrider.engine.kv_cache.base import Bytes, Slots, slots_of_blocks
+from outrider.engine.kv_cache.base import Bytes, Slots, slots_of, slots_of_blocks
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec, find_plane
 from outrider.engine.ranks.commands import CommandMark, KvRequest, MoveSlots
@@ -126,14 +126,15 @@ class ShardedKVCache:
 
     def save_block(self, plane: str, block_id: int, row: Bytes) -> None:
         """Reads a block in all layers to `row`, [block_size * bytes_per_token] uint8. Raises: see `read`."""
-        row[:] = self.read(plane, range(find_plane(self.planes, plane).num_layers), self._slots_of(block_id))
+        row[:] = self.read(*self._block(plane, block_id))
 
     def load_block(self, plane: str, block_id: int, row: Bytes) -> None:
         """Writes what `save_block` read. Raises: see `write`."""
-        self.write(plane, range(find_plane(self.planes, plane).num_layers), self._slots_of(block_id), row.tobytes())
+        self.write(*self._block(plane, block_id), row.tobytes())
 
-    def _slots_of(self, block_id: int) -> Slots:
-        return np.arange(block_id * self.block_size, (block_id + 1) * self.block_size)
+    def _block(self, plane: str, block_id: int) -> tuple[str, range, Slots]:
+        layers = range(find_plane(self.planes, plane).num_layers)
+        return plane, layers, slots_of([block_id], self.block_size, self.block_size)
 
     def fence(self) -> RankFence:
         return RankFence(self.ranks.reached, self.local.fence())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import re
 from pathlib import Path
 
@@ -90,6 +92,17 @@ def test_memory_is_bounded_nameless_and_divided_by_blocks(cache):
     assert re.search(rf"(?m)^0*{begin:x}-\w+ rw-s .* /dev/zero \(deleted\)$", maps)
     with pytest.raises(ConfigError, match="host_memory of 9,000 bytes holds too few blocks"):
         BlockCopies(cache, 9_000, price())
+
+
+def test_memory_that_the_os_does_not_grant_is_refused(cache, monkeypatch):
+    """It may limit what is reserved, whatever is free."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(ConfigError, match="host_memory of 30,000 bytes: Cannot allocate memory: set it lower"):
+        BlockCopies(cache, 30_000, price())
 
 
 def test_copies_are_timed(cache):
