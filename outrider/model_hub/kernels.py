@@ -80,6 +80,8 @@ def resolve_device(name: str) -> str:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"model.device {name!r} is not a device: use auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"model.device {name}: models are computed on CPUs and CUDA devices; use auto, cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"model.device {name}: torch sees {torch.cuda.device_count()} CUDA devices; use auto or cpu")
     return str(device)

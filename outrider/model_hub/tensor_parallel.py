@@ -34,12 +34,12 @@ def check_division(
 ) -> None:
     """Raises ConfigError for the first reason why ranks cannot divide the model as `setting` says.
 
-    In this order, it refuses another setting that divides the model as well; for `refusals`; and, unless ranks compute
-    on CPUs, for `on_gpus` and for too few GPUs.
+    In this order, it refuses another setting that divides the model as well; for `refusals`; and, if ranks compute on
+    GPUs, for `on_gpus` and for too few GPUs.
     """
     other, device = config.parallel_setting, torch.device(resolve_device(config.device))
     reasons = [(other != setting, f"does not go with model.{other} {getattr(config, other)}"), *refusals]
-    if device.type != "cpu":
+    if device.type == "cuda":
         num_gpus = torch.cuda.device_count()
         too_few = f"needs the first {config.num_ranks} CUDA devices: torch sees {num_gpus}"
         reasons += [*on_gpus, (device.index or num_gpus < config.num_ranks, too_few)]

@@ -96,6 +96,8 @@ def test_devices_that_are_not_there_are_named():
         resolve_device("cuda:99")
     with pytest.raises(ConfigError, match="gpu"):
         resolve_device("gpu")
+    with pytest.raises(ConfigError, match=r"model\.device mps: models are computed on CPUs and CUDA devices"):
+        resolve_device("mps")
 
 
 def test_an_adapter_is_told_from_a_model(tmp_path):
