@@ -201,7 +201,7 @@ class RankPushes:
         return parts
 
     def cancel(self) -> None:
-        """Ends what other ranks still send. Afterwards they read no KV of the transfer."""
+        """Makes other ranks stop sending. When it returns, they no longer read KV of the transfer."""
         for channel in self._channels.values():
             with suppress(RankLostError):
                 channel.send(End(is_complete=False))

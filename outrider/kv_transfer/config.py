@@ -33,7 +33,7 @@ class KvTransferConfig:
     frame_bytes: int = fixed(2 << 20)  # maximum payload of a frame, and slot size of an arena; cheap to copy
     device_arena_bytes: int = fixed(256 << 20)  # maximum GPU memory shared with each decode node
     device_frame_bytes: int = fixed(32 << 20)  # for CUDA IPC, where a frame costs more than copying its bytes
-    window_bytes: int = fixed(16 << 20)  # maximum unacknowledged payload from a process to a node by grpc
+    window_bytes: int = fixed(16 << 20)  # maximum unacknowledged payload from a process to a node; fills a busy link
     connect_seconds: float = fixed(5.0)  # maximum for a serving decode node to attach, which takes one round trip
     progress_seconds: float = fixed(PROGRESS_SECONDS)  # a decode node that is silent for longer counts as lost
     arena_directory: str = fixed(ARENA_DIRECTORY)  # folder of the arenas' files, shared with decode nodes

@@ -68,7 +68,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         # A stack with the lowest ids on top, so that unwritten memory stays uncommitted for as long as possible.
         self._free = list(range(end - 1, first_block_id - 1, -1))
-        self._num_references = 0  # of all blocks together
+        self._num_references = 0  # the sum of `_ref_counts`
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
 
     @property

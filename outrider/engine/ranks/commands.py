@@ -72,7 +72,7 @@ class RankTask(Protocol):
     """Work for a thread of another rank. It is sent pickled, so the rank imports the module that defines it."""
 
     def run(self, read: Callable[[KvRequest], Bytes], channel: Channel) -> None:
-        """Does the work. `read`: does what a KvRequest without payload asks for, and raises InternalError if it cannot.
+        """Runs the task. `channel` leads to the caller of `RankGroup.start`; it is closed when `run` returns.
 
-        `channel`: to the caller of `RankGroup.start`. It closes when `run` returns.
+        `read` returns the KV that a KvRequest without a payload names. It raises InternalError if it cannot.
         """

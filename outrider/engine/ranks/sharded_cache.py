@@ -142,7 +142,7 @@ class ShardedKVCache:
     def parts(
         self, plane: str, layers: range, slots: Slots, heads: range, after: RankFence
     ) -> Iterator[tuple[Share, KvRequest]]:
-        """Yields what each rank has of a range, and the request that reads it there. Raises: InternalError."""
+        """Yields each rank's part of a range, and the request that reads this part there. Raises: InternalError."""
         for share, own in self._shares(find_plane(self.planes, plane), layers, slots, heads):
             yield share, KvRequest(plane=plane, layers=share.layers, slots=own, heads=share.heads, after=after.mark)
 
